@@ -23,6 +23,7 @@ import torch
 from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, EPSILON, scan_by_kernels, update_by_kernel
 from megatron_hybrid_prefix.ops.elementwise import compute_dtype
 from megatron_hybrid_prefix.ops.invariant import scope
+from megatron_hybrid_prefix.ops.rings import RingRows
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel
 
 
@@ -99,12 +100,17 @@ def update_delta_rule(
     log_decay: torch.Tensor,
     beta: torch.Tensor,
     states: torch.Tensor,
-    slots: torch.Tensor,
+    rows: RingRows,
     *,
+    keys: torch.Tensor,
+    written: torch.Tensor,
+    decays: torch.Tensor,
     normalise: bool,
-    after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One token or several of each row; its state is read and written in place.
+    """One token or several of each row, from its state and its ring; or none, where states are only advanced.
+
+    The state at the row's end is ``exp(G) S + sum over entries i of exp(G_i) k_i w_i^T``, with the decays since: it is written
+    where it is another than the slot's, rounded, and used as it was rounded. Tokens are added to the rings and change no state.
 
     Args:
         q: (rows, tokens, key heads, K).
@@ -113,36 +119,78 @@ def update_delta_rule(
         log_decay: (rows, tokens, value heads) float32.
         beta: (rows, tokens, value heads).
         states: (slots, value heads, K, V), the pool of one layer.
-        slots: (rows,) int64, the slot of each row; negative: the row is padding.
+        rows: Whose states and rings.
+        keys: (rings, entries, key heads, K) in k's type: keys as they came.
+        written: (rings, entries, value heads, V): w, what a token writes along its key; by the key's norm, if ``normalise``.
+            It is rounded to this type before it is used.
+        decays: (rings, entries, value heads) float32. Rings are strided, contiguous inside one; see `ring_entries`.
         normalise: Whether queries and keys are made unit vectors first.
-        after: (slots, tokens, value heads, K, V), given the state after each token, at the row's slot; or None.
 
     Returns:
         (rows, tokens, value heads, V) in v's type; zero in rows of padding.
     """
+    rings = {"keys": keys, "written": written, "decays": decays}
     if v.dtype != torch.float64 and runs_kernel(v):
-        return update_by_kernel(q, k, v, log_decay, beta, states, slots, normalise=normalise, after=after)
+        return update_by_kernel(q, k, v, log_decay, beta, states, rows, **rings, normalise=normalise)
     if scope.is_on() and len(v) > 1:  # the shapes of products must not depend on the number of rows
         one_by_one = []
         for at in range(len(v)):
             row = slice(at, at + 1)
             inputs = q[row], k[row], v[row], log_decay[row], beta[row]
-            one_by_one.append(update_delta_rule(*inputs, states, slots[row], normalise=normalise, after=after))
+            own = RingRows(*(tensor[row] for tensor in rows))
+            one_by_one.append(update_delta_rule(*inputs, states, own, **rings, normalise=normalise))
         return torch.cat(one_by_one)
     outputs = torch.zeros_like(v)
-    rows = torch.nonzero(slots >= 0).squeeze(1)
-    own = slots[rows]
-    dtype = compute_dtype(v)
-    q, k = _prepare(q[rows].to(dtype), k[rows].to(dtype), v.shape[2], normalise)
-    v, log_decay, beta = (tensor[rows].to(dtype) for tensor in (v, log_decay, beta))
-    state = states[own].to(dtype)
+    filled = torch.nonzero(rows.slots >= 0).squeeze(1)
+    slots, ring, positions, origins, ends, kept = (tensor[filled].long() for tensor in rows)
+    dtype, entries, repeat = compute_dtype(v), keys.shape[1], v.shape[2] // k.shape[2]
+    at = origins[:, None] + torch.arange(entries, device=v.device)  # the rings from their origins on
+    past, flushed = (at < until[:, None] for until in (positions, ends))
+    around = ring[:, None], at % entries
+    key, write, decay = (
+        tensor[around].to(dtype).masked_fill(~past.view(*past.shape, *[1] * (tensor.dim() - 2)), 0)
+        for tensor in (keys, written, decays)
+    )
+    key = key.repeat_interleave(repeat, 2)
+    state = states[slots].to(dtype)
+    moved = torch.nonzero(ends > origins).squeeze(1)
+    total, left = _decays_after(decay[moved], flushed[moved])
+    added = torch.einsum("rehk,rehv->rhkv", key[moved], left[..., None] * write[moved])
+    advanced = total.exp()[..., None, None] * state[moved] + added
+    states[slots[moved]] = advanced.to(states.dtype)
+    state[moved] = states[slots[moved]].to(dtype)
+    states[kept[kept >= 0]] = state[kept >= 0].to(states.dtype)
+    total, left = _decays_after(decay, past & ~flushed)
+    at_row, scale = torch.arange(len(filled), device=v.device), q.shape[-1] ** -0.5
     for t in range(v.shape[1]):
-        state, output = _token(state, q[:, t], k[:, t], v[:, t], log_decay[:, t], beta[:, t])
-        outputs[rows, t] = output.to(outputs.dtype)
-        if after is not None:
-            after[own, t] = state.to(after.dtype)
-    states[own] = state.to(states.dtype)
+        keys[ring, (positions + t) % entries] = k[filled, t].to(keys.dtype)
+        decays[ring, (positions + t) % entries] = log_decay[filled, t].to(decays.dtype)
+        both = torch.stack([k[filled, t], q[filled, t]], 1).to(dtype)  # (rows, 2, key heads, K)
+        unit = torch.rsqrt(both.square().sum(-1) + EPSILON) if normalise else torch.ones_like(both[..., 0])
+        both, unit = both.repeat_interleave(repeat, 2), unit.repeat_interleave(repeat, 2)[..., None]
+        faded = log_decay[filled, t].to(dtype).exp()
+        total, left = total + log_decay[filled, t], left * faded[:, None]
+        meets = torch.einsum("rehk,rnhk->rneh", key, both) * left[:, None]
+        sums = torch.einsum("rhkv,rnhk->rnhv", state, both) * total.exp()[:, None, :, None]
+        sums = unit * (sums + torch.einsum("rneh,rehv->rnhv", meets, write))
+        new = beta[filled, t, :, None].to(dtype) * (v[filled, t].to(dtype) - sums[:, 0]) * unit[:, 0]
+        written[ring, (positions + t) % entries] = new.to(written.dtype)
+        new = new.to(written.dtype).to(dtype)
+        meets = unit[:, 1] * (both[:, 0] * both[:, 1]).sum(-1, keepdim=True)
+        outputs[filled, t] = (scale * (sums[:, 1] + meets * new)).to(outputs.dtype)
+        entry = at_row, positions + t - origins
+        key[entry], write[entry], left[entry] = both[:, 0], new, 1.0
     return outputs
+
+
+def _decays_after(decay: torch.Tensor, among: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of entries (rows, entries, heads) in ``among``: the sum of their decays, and what is left of each by the last of them.
+
+    What is left is zero outside. Sums are of what came after, as differences of sums would lose the digits of small ones.
+    """
+    decay = decay.masked_fill(~among[..., None], 0)
+    after = torch.nn.functional.pad(decay[:, 1:], (0, 0, 0, 1)).flip(1).cumsum(1).flip(1)
+    return decay.sum(1), after.exp().masked_fill(~among[..., None], 0)
 
 
 class _Chunks:
@@ -207,18 +255,3 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, heads: int, normalise: bool) -> t
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
     return q.repeat_interleave(heads // q.shape[-2], dim=-2), k.repeat_interleave(heads // k.shape[-2], dim=-2)
-
-
-def _token(
-    state: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """State (..., K, V) after a token, and its output (..., V)."""
-    state = log_decay.exp()[..., None, None] * state
-    missing = v - torch.einsum("...kv,...k->...v", state, k)
-    state = state + k[..., :, None] * (beta[..., None] * missing)[..., None, :]
-    return state, torch.einsum("...kv,...k->...v", state, q)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_hybrid_prefix.ops.rings import RingRows
 from megatron_hybrid_prefix.ops.triton_or_torch import jit, tl, triton
 
 CHUNK = 64
@@ -30,7 +31,8 @@ EPSILON = 1e-6
 PART = 16
 """Rows of the diagonal blocks that are inverted by substitution."""
 
-_COLUMNS = 32  # of a state, that a program updates in a decode: the fastest tried on an H200 with heads of 128 x 128
+_COLUMNS = 64  # of a state, that a program of a decode reads
+_TOGETHER = 16  # entries of a ring that it reads at once
 
 
 class Launch(NamedTuple):
@@ -181,48 +183,54 @@ def update_by_kernel(
     log_decay: torch.Tensor,
     beta: torch.Tensor,
     states: torch.Tensor,
-    slots: torch.Tensor,
+    rows: RingRows,
     *,
+    keys: torch.Tensor,
+    written: torch.Tensor,
+    decays: torch.Tensor,
     normalise: bool,
-    after: torch.Tensor | None,
 ) -> torch.Tensor:
     """`update_delta_rule` on a GPU."""
-    rows, tokens, heads, value_size = v.shape
-    key_heads, key_size = q.shape[2:]
+    count, tokens, heads, value_size = v.shape
     outputs = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    if not rows:
+    if not count:
         return outputs
     q, k, v = (contiguous_from(tensor, 2) for tensor in (q, k, v))
-    assert states[0].is_contiguous() and (after is None or after[0, 0].is_contiguous())
-    block_v = min(_COLUMNS, triton.next_power_of_2(value_size))
-    _update_kernel[(triton.cdiv(value_size, block_v), heads, rows)](
+    assert all(tensor[0].is_contiguous() for tensor in (states, keys, written, decays))
+    options = update_options(k.shape[3], value_size, tokens)
+    _update_kernel[(triton.cdiv(value_size, options["BLOCK_V"]), heads, count)](
         q,
         k,
         v,
         log_decay.contiguous(),
         beta.contiguous(),
         states,
-        slots,
-        states if after is None else after,
+        keys,
+        written,
+        decays,
         outputs,
+        *rows,
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
-        states.stride(0),
-        *((0, 0) if after is None else after.stride()[:2]),
-        tokens,
+        *(tensor.stride(0) for tensor in (states, keys, written, decays)),
         heads,
-        key_heads,
-        key_size,
-        value_size,
-        key_size**-0.5,
+        k.shape[2],
+        k.shape[3] ** -0.5,
         EPSILON,
+        ENTRIES=keys.shape[1],
         NORMALISE=normalise,
-        AFTER=after is not None,
-        BLOCK_K=triton.next_power_of_2(key_size),
-        BLOCK_V=block_v,
+        **options,
     )
     return outputs
+
+
+def update_options(key_size: int, value_size: int, tokens: int) -> dict[str, Any]:
+    """Tiles and warps of a decode: the same for any number of rows, so that a row's sums are."""
+    tile = {"K": key_size, "V": value_size, "TOKENS": tokens, "BLOCK_T": max(8, triton.next_power_of_2(tokens))}
+    tile |= {"BLOCK_K": max(16, triton.next_power_of_2(key_size)), "BLOCK_E": _TOGETHER, "PART_K": 16, "PART_V": 16}
+    columns = max(16, min(_COLUMNS, triton.next_power_of_2(value_size)))
+    return tile | {"BLOCK_V": columns, "num_warps": 4, "num_stages": 1}
 
 
 def contiguous_from(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -489,16 +497,71 @@ def _pass_kernel(
 
 
 @jit
+def _times(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """Their product with the accuracy of float32. What has 16 bits is multiplied as it is, float32 by it in three parts."""
+    if a.dtype == b.dtype and a.dtype != tl.float32:
+        product = tl.dot(a, b)
+    elif a.dtype == tl.bfloat16 and b.dtype == tl.float32:
+        high = b.to(tl.bfloat16)
+        rest = b - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        product = tl.dot(a, high) + tl.dot(a, middle) + tl.dot(a, (rest - middle.to(tl.float32)).to(tl.bfloat16))
+    else:
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32x3")
+    return product
+
+
+@jit
+def _entries(
+    back: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    keys_ptr: tl.tensor,  # of the head in the row's ring, as the other two
+    written_ptr: tl.tensor,
+    decays_ptr: tl.tensor,
+    heads: tl.tensor,
+    key_heads: tl.tensor,
+    in_k: tl.tensor,
+    in_v: tl.tensor,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """BLOCK_E entries of positions [first, last), from the ``back``-th before the last one backwards; zero where there is none.
+
+    Returns:
+        Keys (BLOCK_E, K); what is written along them, (BLOCK_E, V) float32; the sum of the decays after each entry among
+        these, (BLOCK_E,); and the sum of all of these but that of ``first``, so that no small sum is a difference of large ones.
+    """
+    at = last - 1 - back - tl.arange(0, BLOCK_E)
+    mask, entry = at >= first, at % ENTRIES
+    of_keys = keys_ptr + entry[:, None] * (key_heads * K) + in_k[None, :]
+    keys = tl.load(of_keys, mask=mask[:, None] & (in_k < K)[None, :], other=0.0)
+    of_written = written_ptr + entry[:, None] * (heads * V) + in_v[None, :]
+    written = tl.load(of_written, mask=mask[:, None] & (in_v < V)[None, :], other=0.0)
+    after = tl.load(decays_ptr + (at + 1) % ENTRIES * heads, mask=mask & (at + 1 < last), other=0.0)
+    return keys, written.to(tl.float32), tl.cumsum(after, 0), tl.sum(after, 0)
+
+
+@jit
 def _update_kernel(
-    q_ptr: tl.tensor,  # (rows, tokens, key heads, K), strided over rows and tokens
+    q_ptr: tl.tensor,  # (rows, TOKENS, key heads, K), strided over rows and tokens
     k_ptr: tl.tensor,
-    v_ptr: tl.tensor,  # (rows, tokens, heads, V), likewise
-    log_decay_ptr: tl.tensor,  # (rows, tokens, heads) float32, contiguous
-    beta_ptr: tl.tensor,  # (rows, tokens, heads), contiguous
+    v_ptr: tl.tensor,  # (rows, TOKENS, heads, V), likewise
+    log_decay_ptr: tl.tensor,  # (rows, TOKENS, heads) float32, contiguous
+    beta_ptr: tl.tensor,  # (rows, TOKENS, heads), contiguous
     states_ptr: tl.tensor,  # (slots, heads, K, V), strided over slots
-    slots_ptr: tl.tensor,  # (rows,)
-    after_ptr: tl.tensor,  # (slots, tokens, heads, K, V), strided over slots and tokens
-    out_ptr: tl.tensor,  # (rows, tokens, heads, V), contiguous
+    keys_ptr: tl.tensor,  # (rings, ENTRIES, key heads, K), strided over rings
+    written_ptr: tl.tensor,  # (rings, ENTRIES, heads, V), likewise
+    decays_ptr: tl.tensor,  # (rings, ENTRIES, heads) float32, likewise
+    out_ptr: tl.tensor,  # (rows, TOKENS, heads, V), contiguous
+    slots_ptr: tl.tensor,  # (rows,), as the next ones: `RingRows`
+    rings_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    origins_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    kept_ptr: tl.tensor,
     stride_q_row: tl.int64,
     stride_q_token: tl.int64,
     stride_k_row: tl.int64,
@@ -506,52 +569,114 @@ def _update_kernel(
     stride_v_row: tl.int64,
     stride_v_token: tl.int64,
     stride_slot: tl.int64,
-    stride_after_slot: tl.int64,
-    stride_after_token: tl.int64,
-    tokens: tl.tensor,
+    stride_keys: tl.int64,
+    stride_written: tl.int64,
+    stride_decays: tl.int64,
     heads: tl.tensor,
     key_heads: tl.tensor,
-    key_size: tl.tensor,
-    value_size: tl.tensor,
     scale: tl.tensor,
     epsilon: tl.tensor,
+    ENTRIES: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    TOKENS: tl.constexpr,
     NORMALISE: tl.constexpr,
-    AFTER: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PART_K: tl.constexpr,
+    PART_V: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_V columns of one head's state, along the tokens of one row."""
+    """One program: BLOCK_V columns of one head's state, and the tokens of one row.
+
+    Keys and queries are one operand of 2 BLOCK_T rows. The entries of this step are not among those that it reads; keys are
+    written by the first of a key head's programs, decays by the first of a head's.
+    """
     column, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    in_k, in_v = tl.arange(0, BLOCK_K), column * BLOCK_V + tl.arange(0, BLOCK_V)
-    k_mask, v_mask = in_k < key_size, in_v < value_size
-    slot = tl.load(slots_ptr + row).to(tl.int64)
+    in_k, in_v, in_t = tl.arange(0, BLOCK_K), column * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_T)
+    both = tl.arange(0, 2 * BLOCK_T)
+    token, is_query = both % BLOCK_T, both >= BLOCK_T
+    k_mask, v_mask, filled = in_k < K, in_v < V, token < TOKENS
+    of_gates = row * TOKENS * heads + head
+    of_out = out_ptr + (of_gates + token * heads)[:, None] * V + in_v[None, :]
+    out_mask = (is_query & filled)[:, None] & v_mask[None, :]
+    slot = tl.load(slots_ptr + row)
     if slot < 0:
-        for token in range(tokens):
-            out = ((row * tokens + token) * heads + head) * value_size + in_v
-            tl.store(out_ptr + out, tl.zeros([BLOCK_V], dtype=out_ptr.dtype.element_ty), mask=v_mask)
+        tl.store(of_out, tl.zeros([2 * BLOCK_T, BLOCK_V], dtype=out_ptr.dtype.element_ty), mask=out_mask)
         return
-    mask = k_mask[:, None] & v_mask[None, :]
-    in_state = head.to(tl.int64) * key_size * value_size + in_k[:, None] * value_size + in_v[None, :]
+    dtype = states_ptr.dtype.element_ty
+    ring, position = tl.load(rings_ptr + row), tl.load(positions_ptr + row)
+    origin, end, kept = tl.load(origins_ptr + row), tl.load(ends_ptr + row), tl.load(kept_ptr + row)
     key_head = head // (heads // key_heads)
-    state = tl.load(states_ptr + slot * stride_slot + in_state, mask=mask, other=0.0).to(tl.float32)
-    for token in range(tokens):
-        of_key = key_head * key_size + in_k
-        q = tl.load(q_ptr + row * stride_q_row + token * stride_q_token + of_key, mask=k_mask, other=0.0)
-        k = tl.load(k_ptr + row * stride_k_row + token * stride_k_token + of_key, mask=k_mask, other=0.0)
-        q, k = q.to(tl.float32), k.to(tl.float32)
-        if NORMALISE:
-            q = q / tl.sqrt(tl.sum(q * q, 0) + epsilon)
-            k = k / tl.sqrt(tl.sum(k * k, 0) + epsilon)
-        of_value = row * stride_v_row + token * stride_v_token + head * value_size + in_v
-        v = tl.load(v_ptr + of_value, mask=v_mask, other=0.0).to(tl.float32)
-        gate = (row * tokens + token) * heads + head
-        state = tl.exp(tl.load(log_decay_ptr + gate)) * state
-        missing = tl.load(beta_ptr + gate).to(tl.float32) * (v - tl.sum(state * k[:, None], 0))
-        state += k[:, None] * missing[None, :]
-        out = tl.sum(state * (q * scale)[:, None], 0)
-        in_out = ((row * tokens + token) * heads + head) * value_size + in_v
-        tl.store(out_ptr + in_out, out.to(out_ptr.dtype.element_ty), mask=v_mask)
-        if AFTER:
-            after = after_ptr + slot * stride_after_slot + token * stride_after_token + in_state
-            tl.store(after, state.to(after_ptr.dtype.element_ty), mask=mask)
-    tl.store(states_ptr + slot * stride_slot + in_state, state.to(states_ptr.dtype.element_ty), mask=mask)
+    of_keys, of_decays = keys_ptr + ring * stride_keys + key_head * K, decays_ptr + ring * stride_decays + head
+    of_written = written_ptr + ring * stride_written + head * V
+    in_states = states_ptr + head.to(tl.int64) * K * V + in_k[:, None] * V
+    if (end > origin) | (kept >= 0):
+        # In parts: it needs no more registers than what all rows do, and its result is read again.
+        for first in range(column * BLOCK_V, column * BLOCK_V + BLOCK_V, PART_V):
+            part = first + tl.arange(0, PART_V)
+            mask, of_part = k_mask[:, None] & (part < V)[None, :], in_states + part[None, :]
+            state = tl.load(of_part + slot * stride_slot, mask=mask, other=0.0)
+            if end > origin:
+                added, later = tl.zeros([BLOCK_K, PART_V], tl.float32), 0.0
+                for back in range(0, end - origin, BLOCK_E):
+                    keys, written, after, total = _entries(
+                        back, origin, end, of_keys, of_written, of_decays, heads, key_heads, in_k, part,
+                        K, V, ENTRIES, BLOCK_E,
+                    )  # fmt: skip
+                    added += _times(tl.trans(keys), written * tl.exp(later + after)[:, None])
+                    later += total
+                later += tl.load(of_decays + origin % ENTRIES * heads)
+                state = (state.to(tl.float32) * tl.exp(later) + added).to(dtype)
+                tl.store(of_part + slot * stride_slot, state, mask=mask)
+            if kept >= 0:
+                tl.store(of_part + kept * stride_slot, state, mask=mask)
+        tl.debug_barrier()
+    if TOKENS == 0:
+        return
+    of_k = k_ptr + row * stride_k_row + token * stride_k_token
+    of_both = tl.where(is_query, q_ptr + row * stride_q_row + token * stride_q_token, of_k) + key_head * K
+    x = tl.load(of_both[:, None] + in_k[None, :], mask=filled[:, None] & k_mask[None, :], other=0.0)
+    decay = tl.load(log_decay_ptr + of_gates + in_t * heads, mask=in_t < TOKENS, other=0.0)
+    passed = tl.sum(tl.where(in_t[None, :] <= token[:, None], decay[None, :], 0.0), 1)
+    sums, later = tl.zeros([2 * BLOCK_T, BLOCK_V], tl.float32), 0.0
+    for back in range(0, position - end, BLOCK_E):
+        keys, written, after, total = _entries(
+            back, end, position, of_keys, of_written, of_decays, heads, key_heads, in_k, in_v, K, V, ENTRIES, BLOCK_E
+        )
+        sums += _times(_times(x, tl.trans(keys)) * tl.exp(passed[:, None] + (later + after)[None, :]), written)
+        later += total
+    later += tl.load(of_decays + end % ENTRIES * heads, mask=end < position, other=0.0)
+    of_state, known = states_ptr + slot * stride_slot + head.to(tl.int64) * K * V, tl.zeros_like(sums)
+    for first in tl.range(0, BLOCK_K, PART_K, num_stages=BLOCK_K // PART_K):  # all are loaded at once, to shared memory
+        part = first + tl.arange(0, PART_K)
+        x_part = tl.load(of_both[:, None] + part[None, :], mask=filled[:, None] & (part < K)[None, :], other=0.0)
+        of_part = of_state + part[:, None] * V + in_v[None, :]
+        known += _times(x_part, tl.load(of_part, mask=(part < K)[:, None] & v_mask[None, :], other=0.0))
+    sums += tl.exp(passed + later)[:, None] * known
+    unit = tl.full([2 * BLOCK_T], 1.0, tl.float32)
+    if NORMALISE:
+        unit = 1 / tl.sqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 1) + epsilon)
+    sums *= unit[:, None]
+    meets = _times(x, tl.trans(x)) * unit[:, None]
+    entry = (position + token) % ENTRIES
+    for t in tl.static_range(TOKENS):
+        v = tl.load(v_ptr + row * stride_v_row + t * stride_v_token + head * V + in_v, mask=v_mask, other=0.0)
+        beta = tl.load(beta_ptr + of_gates + t * heads).to(tl.float32)
+        beta *= tl.sum(tl.where(both == t, unit, 0.0), 0)
+        missing = v.to(tl.float32) - tl.sum(tl.where((both == t)[:, None], sums, 0.0), 0)
+        new = (beta * missing).to(written_ptr.dtype.element_ty)
+        tl.store(of_written + (position + t) % ENTRIES * (heads * V) + in_v, new, mask=v_mask)
+        since = (in_t > t)[None, :] & (in_t[None, :] <= token[:, None])
+        left = tl.exp(tl.sum(tl.where(since, decay[None, :], 0.0), 1))
+        left *= tl.sum(tl.where((both == t)[None, :], meets, 0.0), 1)
+        sums += tl.where((token > t) | is_query & (token == t), left, 0.0)[:, None] * new.to(tl.float32)[None, :]
+    tl.store(of_out, (sums * scale).to(out_ptr.dtype.element_ty), mask=out_mask)
+    if column == 0:
+        tl.store(of_decays + (position + in_t) % ENTRIES * heads, decay, mask=in_t < TOKENS)
+        mine = filled & (token == both) & (head % (heads // key_heads) == 0)
+        x_mask = mine[:, None] & k_mask[None, :]
+        tl.store(
+            of_keys + entry[:, None] * (key_heads * K) + in_k[None, :], x.to(keys_ptr.dtype.element_ty), mask=x_mask
+        )

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
 from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK
+from megatron_hybrid_prefix.ops.rings import RingRows, ring_entries
 from tests.harness.naive_model import UNIT_ROUNDOFF
 from tests.kernels.naive import delta_rule_sequence
 from tests.kernels.places import DEVICES, INTERPRETED, NAN
@@ -266,55 +267,140 @@ def test_sizes_of_heads_in_bfloat16(key_dim, value_dim):
     check_resuming("cuda", **sizes)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, *(pytest.param(other, marks=not_interpreted) for other in (torch.float64, torch.bfloat16))]
-)
-def test_decode(device, tokens, dtype):
-    """Rows in any order, some of them padding; one token, or several with the state after each."""
-    for seed in SEEDS:
-        dice, rows = random.Random(seed), 5
-        slots = dice.sample(range(SLOTS), rows)
-        slots[1] = slots[3] = -1
-        flat = make(rows * tokens, seed, dtype=dtype, device=device)
-        args = {name: x.unflatten(0, (rows, tokens)) for name, x in flat.items()}
-        for x in args.values():
-            x[1], x[3] = NAN, NAN
-        pool_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        pool = torch.full((SLOTS, 4, 12, 10), NAN, dtype=pool_dtype, device=device)
-        for slot in slots:
-            if slot >= 0:
-                pool[slot] = torch.randn(4, 12, 10, generator=torch.Generator().manual_seed(slot)).to(device)
-        before, after = pool.clone(), torch.full((SLOTS, tokens, 4, 12, 10), NAN, dtype=pool_dtype, device=device)
-        index = torch.tensor(slots, device=device)
-        y = update_delta_rule(**args, states=pool, slots=index, normalise=True, after=after)
-        without = before.clone()
-        assert torch.equal(update_delta_rule(**args, states=without, slots=index, normalise=True), y)
-        assert torch.equal(without.nan_to_num(9e9), pool.nan_to_num(9e9))
-        for row, slot in enumerate(slots):
-            if slot < 0:
+def joined(*parts):
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def check_decode(
+    seed,
+    *,
+    dtype=torch.float64,
+    kept_dtype=None,
+    device="cpu",
+    drafts=0,
+    interval=4,
+    steps=7,
+    rows=3,
+    normalise=True,
+    update=update_delta_rule,
+    **dimensions,
+):
+    """Raises AssertionError if an output or a written state of some steps is off, or if anything else changed.
+
+    Requests start anywhere, accept some of their drafts, and sit a step out. Now and then a step has no tokens: it advances
+    some states. All that a ring holds but what it must is NaN before each step.
+    """
+    dice, tokens, g = random.Random(seed), drafts + 1, torch.Generator().manual_seed(seed)
+    kept_dtype, entries = kept_dtype or dtype, ring_entries(interval, tokens)
+    sample = make(0, 0, dtype=dtype, device=device, **dimensions)
+    heads, value_dim, key_heads, key_dim = *sample["v"].shape[1:], *sample["k"].shape[1:]
+
+    def rings(count, *shape, dtype):
+        return torch.full((rows, entries, count, *shape), NAN, dtype=dtype, device=device)
+
+    held = {"keys": rings(key_heads, key_dim, dtype=dtype), "written": rings(heads, value_dim, dtype=kept_dtype)}
+    held["decays"] = rings(heads, dtype=sample["log_decay"].dtype)
+    pool = torch.full((2 * rows, heads * key_dim * value_dim + 16), NAN, dtype=kept_dtype, device=device)
+    pool = pool[:, :-16].unflatten(1, (heads, key_dim, value_dim))
+    slots, own_rings = dice.sample(range(2 * rows), 2 * rows), dice.sample(range(rows), rows)
+    pool[slots[:rows]] = torch.randn(rows, heads, key_dim, value_dim, generator=g).to(kept_dtype).to(device)
+    origins, past = [dice.randrange(3 * interval) for _ in range(rows)], [sample] * rows
+    # Keys and values in so few digits are rounded where they meet the ring, states where they are written.
+    further = {"operands": 2.0**-8 if kept_dtype == torch.bfloat16 else 0.0, "normalise": normalise}
+    for step in range(steps):
+        fed = 0 if step % 4 == 3 else tokens
+        args = make(rows * fed, seed + 100 * step, dtype=dtype, device=device, **dimensions)
+        if not normalise:
+            args["k"] = torch.nn.functional.normalize(args["k"], dim=-1)
+        args = {name: x.unflatten(0, (rows, fed)) for name, x in args.items()}
+        positions = [origin + len(done["v"]) for origin, done in zip(origins, past, strict=True)]
+        ends = [
+            max(o, p // interval * interval) if fed else dice.randint(o, p)
+            for o, p in zip(origins, positions, strict=True)
+        ]
+        out = [dice.random() < 0.2 for _ in range(rows)]
+        kept = [-1 if dice.random() < 0.5 else slot for slot in slots[rows:]]
+        for row, (origin, position) in enumerate(zip(origins, positions, strict=True)):
+            stale = [at % entries for at in range(position, origin + entries)]
+            for ring in held.values():
+                ring[own_rings[row], stale] = NAN
+            for x in args.values():
+                x[row] = NAN if out[row] else x[row]
+        given = [-1 if out[row] else slots[row] for row in range(rows)], own_rings, positions, origins, ends, kept
+        kinds = (torch.int64, torch.int64, torch.int32, torch.int32, torch.int32, torch.int64)
+        by_row = RingRows(*(torch.tensor(x, dtype=kind, device=device) for x, kind in zip(given, kinds, strict=True)))
+        before, rings_before = pool.clone(), {name: ring.clone() for name, ring in held.items()}
+        y = update(**args, states=pool, rows=by_row, **held, normalise=normalise)
+        assert y.shape == (rows, fed, heads, value_dim) and y.dtype == dtype
+        untouched = set(range(2 * rows))
+        for row in range(rows):
+            if out[row]:
                 assert not y[row].any()
+                assert all(
+                    same(ring[own_rings[row]], rings_before[name][own_rings[row]]) for name, ring in held.items()
+                )
                 continue
-            own = {name: x[row] for name, x in args.items()}
-            expected, states = exact(own, before[slot], normalise=True)
-            allowed, state_allowed = noise(own, before[slot], normalise=True)
-            if dtype == torch.bfloat16:
-                allowed = allowed + expected.abs() * 2.0**-8 / NOISES
-            within(y[row], expected, NOISES * allowed)
-            assert torch.equal(after[slot, -1], pool[slot])
-            for t in range(tokens):
-                within(after[slot, t], states[t + 1], NOISES * state_allowed[0])
-        others = [slot for slot in range(SLOTS) if slot not in slots]
-        assert pool[others].isnan().all() and after[others].isnan().all()
+            own, start, advance = (
+                {name: x[row] for name, x in args.items()},
+                before[slots[row]],
+                ends[row] - origins[row],
+            )
+            for place in [slots[row]] * (advance > 0) + [kept[row]] * (kept[row] >= 0):
+                untouched -= {place}
+                assert torch.equal(pool[place], pool[slots[row]])
+            if advance:
+                expected, state_allowed = exact(past[row], start, normalise=normalise)[1][advance], 1e-12
+                if dtype != torch.float64:
+                    state_allowed = NOISES * noise(past[row], start, **further)[1][0]
+                    state_allowed = state_allowed + expected.abs() * (2.0**-8 if kept_dtype == torch.bfloat16 else 0)
+                within(pool[slots[row]], expected, state_allowed)
+            # What follows is compared with exact arithmetic on the state as it was rounded.
+            origins[row], past[row] = ends[row], {name: x[advance:] for name, x in past[row].items()}
+            if fed:
+                run = joined(past[row], own)
+                expected, allowed = exact(run, pool[slots[row]], normalise=normalise)[0], 1e-12
+                if dtype != torch.float64:
+                    allowed = NOISES * noise(run, pool[slots[row]], **further)[0][-fed:]
+                    allowed = allowed + expected[-fed:].abs() * (2.0**-8 if dtype == torch.bfloat16 else 0)
+                within(y[row], expected[-fed:], allowed)
+                accepted = dice.randint(1, fed)
+                past[row] = joined(past[row], {name: x[:accepted] for name, x in own.items()})
+        assert same(pool[list(untouched)], before[list(untouched)])
 
 
-def test_a_draft_at_a_time_is_all_drafts_at_once():
-    args = {name: x.unflatten(0, (3, 4)) for name, x in make(12, 0, dtype=torch.float32).items()}
-    pool = torch.randn(3, 4, 12, 10)
-    slots, single = torch.tensor([2, -1, 0]), pool.clone()
-    together = update_delta_rule(**args, states=pool, slots=slots, normalise=True)
-    for t in range(4):
-        one = {name: x[:, t : t + 1] for name, x in args.items()}
-        assert torch.equal(update_delta_rule(**one, states=single, slots=slots, normalise=True)[:, 0], together[:, t])
-    assert torch.equal(single, pool)
+def same(got, wanted):
+    return torch.equal(got.nan_to_num(9e9), wanted.nan_to_num(9e9))
+
+
+@not_interpreted
+@given(
+    seed=st.integers(0, 10**6),
+    drafts=st.integers(0, 3),
+    interval=st.sampled_from([1, 2, 4, 8]),
+    key_heads=st.integers(1, 3),
+    repeat=st.integers(1, 3),
+    key_dim=st.integers(1, 20),
+    value_dim=st.integers(1, 20),
+    normalise=st.booleans(),
+    rows=st.integers(1, 4),
+)
+@settings(max_examples=25, deadline=None)
+def test_any_decode(seed, key_heads, repeat, **rest):
+    check_decode(seed, key_heads=key_heads, heads=key_heads * repeat, **rest)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(("dtype", "kept_dtype"), [*itertools.product([torch.float32, torch.bfloat16], repeat=2)])
+def test_decode(device, drafts, dtype, kept_dtype):
+    for seed in SEEDS:
+        check_decode(seed, dtype=dtype, kept_dtype=kept_dtype, device=device, drafts=drafts)
+    sizes = {
+        "key_dim": 40,
+        "value_dim": 72,
+        "heads": 3,
+        "key_heads": 1,
+    }  # several columns, and more entries than a tile's
+    check_decode(
+        0, dtype=dtype, kept_dtype=kept_dtype, device=device, drafts=drafts, interval=32, steps=3, rows=1, **sizes
+    )
