@@ -149,27 +149,34 @@ class Bench:
     def _fields(self, one: Contestant, model: Any, free_bytes: int) -> dict[str, Any]:
         """Arguments of an engine. Memory is that of the options, else of the scenario, else what is free."""
         device = self.platform.device
+        block_bytes, state_bytes, ring_bytes = bytes_of(model, self.args)
+        of_scenario = self.scenario.budgets(block_bytes, state_bytes, self.args.max_requests)
+        if "cache_gb" in of_scenario:
+            of_scenario["cache_gb"] += ring_bytes / 2**30
         budgets = Budgets.of(
             one.args,
             device.type,
             free_bytes=free_bytes,
             engines=len(self.contestants),
-            **self.scenario.budgets(*bytes_of(model, self.args), self.args.max_requests),
+            **of_scenario,
         )
         check_memory(budgets, device, f"engine {one.name}: ")
         fields = engine_fields(one.args, device.type, self.scenario.longest_tokens)
         return fields | state_dtype_field(model, one.args.state_dtype) | ENGINES[one.kind](budgets)
 
 
-def bytes_of(model: Any, args: argparse.Namespace) -> tuple[int, int]:
-    """Bytes of a KV block and of a state on this rank."""
+def bytes_of(model: Any, args: argparse.Namespace) -> tuple[int, int, int]:
+    """Bytes of a KV block, of a state, and of the rings of all requests on this rank."""
     from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, states_of_config
 
     given = state_dtype_field(model, args.state_dtype).get("mamba_inference_state_config")
     states = given or mamba_state_config(model)
     if states is None:
         raise InputError(f"--preset {args.preset}: the model has no recurrent layers; choose a hybrid model")
-    return args.block_size_tokens * kv_token_bytes(model.config, states), states_of_config(states).slots.slot_bytes
+    of_model = states_of_config(states)
+    rings = of_model.rings(block_tokens=args.block_size_tokens, drafts=getattr(args, "num_speculative_tokens", 0) or 0)
+    block_bytes = args.block_size_tokens * kv_token_bytes(model.config, states)
+    return block_bytes, of_model.slots.slot_bytes, rings.bytes(args.max_requests)
 
 
 # --- Report ----------------------------------------------------------------------------------------------------------

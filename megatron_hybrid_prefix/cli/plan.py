@@ -97,9 +97,7 @@ def rows_of(sizes: Sizes, plan: Plan, usage: Usage) -> list[tuple[str, str]]:
     if usage.host_bytes:
         rows.append(("... on the host, beside them", f"{plan.host_conversations:,}"))
         rows.append(("states on the host, if it holds no KV", f"{plan.host_states:,}"))
-    if usage.drafts:
-        what = f"set aside for {usage.max_requests} requests with {usage.drafts} drafts"
-        rows.append((what, f"{plan.own_bytes / GIB:.2f} GiB"))
+    rows.append(("rings of a running request", f"{plan.ring_bytes:,} bytes, set aside for {usage.max_requests}"))
     if sizes.next_logits_bytes is not None:
         rows.append(("log-probs of prompts (host), per checkpoint", f"{sizes.next_logits_bytes:,} bytes"))
         rows.append(("... per token, with one token of the highest probability", f"{SCORE_BYTES} bytes"))
@@ -161,7 +159,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
         "checkpoint_bytes": sizes.state_bytes,
         "kv_token_bytes": sizes.kv_token_bytes,
         "next_logits_bytes": sizes.next_logits_bytes,
-        "live_request_bytes": sizes.live_bytes(args.num_speculative_tokens),
+        "live_request_bytes": sizes.state_bytes + plan.ring_bytes,
         "plan": asdict(plan),
     }
     terminal.save_json(console, args.json, report)

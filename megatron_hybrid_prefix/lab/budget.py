@@ -8,7 +8,7 @@ from megatron_hybrid_prefix.lab.capacity import Sizes
 from megatron_hybrid_prefix.lab.memory import GIB
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.pool.layout import DTYPE_BYTES
-from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
+from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 KEPT_FREE = 0.1  # of a GPU's memory: activations, CUDA graphs, the allocator
@@ -21,7 +21,7 @@ class Usage:
     Attributes:
         block_tokens: Tokens per KV block.
         conversation_tokens: Tokens of a conversation that is kept.
-        max_requests: Most running requests, each of a conversation that is kept. Their states are reserved only with drafts.
+        max_requests: Most running requests, each of a conversation that is kept. Their rings are set aside.
         drafts: Draft tokens of speculative decoding.
         host_bytes: Bytes of the host tier.
     """
@@ -40,7 +40,7 @@ class Plan:
     Attributes:
         layout: Pages and blocks, as the engine has them.
         block_padding_bytes: Bytes of padding behind each KV block, so that a state fills its page better.
-        own_bytes: Bytes that the engine keeps for itself: a state, or with drafts those of all running requests.
+        ring_bytes: Bytes set aside for the rings of a running request.
         cached_states: Most states that are cached.
         conversations: Conversations that are kept while as many of them run as may.
         host_states: States that the host tier holds, if it holds no KV.
@@ -49,7 +49,7 @@ class Plan:
 
     layout: PageLayout
     block_padding_bytes: int
-    own_bytes: int
+    ring_bytes: int
     cached_states: int
     conversations: int
     host_states: int
@@ -70,28 +70,25 @@ def plan_budget(sizes: Sizes, usage: Usage, *, cache_bytes: int, mamba_bytes: in
     """
     block_bytes = sizes.kv_block_bytes(usage.block_tokens)
     layout = PageLayout.of(block_bytes=block_bytes, state_bytes=sizes.state_bytes, alignment_bytes=ALIGNMENT_BYTES)
-    own_bytes = (usage.max_requests if usage.drafts else 1) * sizes.live_bytes(usage.drafts)
-    least_bytes = own_bytes + layout.least_bytes + layout.block_bytes  # one block is megatron's dummy
+    rings, requests = sizes.rings(usage.block_tokens, usage.drafts), usage.max_requests
+    set_aside_bytes = own_bytes(sizes.state_bytes, rings, own_slots=1, requests=requests)
+    least_bytes = set_aside_bytes + layout.least_bytes + layout.block_bytes  # one block is megatron's dummy
     if cache_bytes < least_bytes:
-        reason = (
-            f" ({usage.drafts} drafts take {own_bytes / GIB:.2f} GiB of them: lower --max-requests)"
-            if usage.drafts
-            else ""
-        )
-        raise ValueError(f"a state and a KV block need {least_bytes / GIB:.4f} GiB{reason}")
-    layout = replace(layout, total_blocks=(cache_bytes - own_bytes) // layout.block_bytes - 1)
+        needed = f"a state, a KV block, and the rings of {requests} requests need {least_bytes / GIB:.4f} GiB"
+        raise ValueError(f"{needed}: {rings.bytes(requests) / GIB:.4f} of them are rings (--max-requests)")
+    layout = replace(layout, total_blocks=(cache_bytes - set_aside_bytes) // layout.block_bytes - 1)
     cached_states = layout.slots
     if mamba_bytes is not None:
         cached_states = min(cached_states, mamba_bytes // sizes.state_bytes)
     conversation_blocks = ceil_div(usage.conversation_tokens, usage.block_tokens)
-    running = 1 if usage.drafts else usage.max_requests  # drafts: `own_bytes` has the others
+    running = usage.max_requests
     room, kept = layout.total_blocks * layout.page_states, conversation_blocks * layout.page_states + layout.page_blocks
     all_run = min(running, room // (kept + layout.page_blocks))
     conversations = max(all_run, (room - running * layout.page_blocks) // kept)
     return Plan(
         layout=layout,
         block_padding_bytes=layout.block_bytes - block_bytes,
-        own_bytes=own_bytes,
+        ring_bytes=rings.bytes(1),
         cached_states=cached_states,
         conversations=min(conversations, cached_states),
         # Padding stays on the device.

@@ -15,12 +15,11 @@ from typing import Any
 
 from megatron_hybrid_prefix.console.hf import folder_of
 from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, read_text
-from megatron_hybrid_prefix.layers.components import gated_delta_net_components, mamba2_components
+from megatron_hybrid_prefix.layers.components import RINGS, gated_delta_net_components, mamba2_components, rings_of
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
 from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
 from megatron_hybrid_prefix.models.hf.given import Given
-from megatron_hybrid_prefix.pool.layout import DTYPE_BYTES, SlotLayout, StateLayout
-from megatron_hybrid_prefix.pool.pages import own_bytes
+from megatron_hybrid_prefix.pool.layout import DTYPE_BYTES, RingLayout, SlotLayout, StateLayout
 
 _DELTA_NET_CHUNK = 64  # tokens
 
@@ -105,9 +104,9 @@ class Sizes:
         """Bytes on the host of the logits of a checkpoint, for log-probs of prompts; None without a vocabulary."""
         return None if self.vocabulary is None else self.vocabulary * DTYPE_BYTES[self.config.dtype]
 
-    def live_bytes(self, speculative_tokens: int) -> int:
-        """Bytes of one running request's states: one, and one more per token that may be accepted in a step with drafts."""
-        return own_bytes(self.state_bytes, own_slots=1, drafts=speculative_tokens)
+    def rings(self, block_tokens: int, drafts: int) -> RingLayout:
+        """What a running request has beside its state, on one rank."""
+        return rings_of(self.layout, RINGS, block_tokens=block_tokens, step_tokens=drafts + 1)
 
 
 def sizes_of(model: str, *, tp: int = 1, state_dtype: str | None = None) -> Sizes:

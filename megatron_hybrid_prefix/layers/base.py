@@ -7,6 +7,7 @@ and import it in `kinds`; outside, make it a plugin (``plugins.py``). A kind def
 - its chunk quantum: a prefill can produce the state at multiples of it, counted from the start of a prompt;
 - how prefill and decode read and write slots: `slot_class`, a mixin placed before the module's class (`SlotLayer` for
   layers that megatron's engine cannot run);
+- what a decode keeps beside a state (`ring`), and how a state advances over it (`flush`); by default each decode writes its state;
 - what to compute again when the weights change.
 
 A model may have several kinds; a slot then holds the states of all of them.
@@ -15,10 +16,14 @@ A model may have several kinds; a slot then holds the states of all of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
+from megatron_hybrid_prefix.ops.rings import RingRows, take_last
+from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.plugins import Registry
 from megatron_hybrid_prefix.pool.layout import StateComponent
 from megatron_hybrid_prefix.upstream.overrides import NOT_IN_STEPS, lost_override, written_for
@@ -30,8 +35,7 @@ class LayerKind(ABC):
     Attributes:
         name: Its name in reports and errors.
         slot_class: Mixin that makes a module's forward read and write states by slot.
-        drafts: Whether it supports speculative decoding: `slot_class` then keeps the state after each drafted token, as
-            `SlotLayer` does.
+        drafts: Whether it supports speculative decoding: where a decode goes on from is settled after it, see `ring`.
         cuda_graphs: Whether CUDA graphs can capture its work in a step: it never waits for the GPU, nor loops over data there.
             A graph that captured other work is wrong without an error, so a kind has to say so.
         whole_chunks: Whether a KV block must consist of whole chunks. Otherwise the last chunk of a block may be shorter.
@@ -66,6 +70,38 @@ class LayerKind(ABC):
     @abstractmethod
     def chunk_tokens(self, module: torch.nn.Module) -> int:
         """Chunk quantum of the layer, in tokens."""
+
+    def ring(self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int) -> tuple[StateComponent, ...]:
+        """What a decode keeps in each layer for each running request beside its state: the layer's *ring*.
+
+        By default a decode writes its state, and with drafts the state after each token of the step.
+
+        Args:
+            state: The components of one state.
+            tokens: States are written at multiples of it, or of fewer.
+            step_tokens: Most tokens of a row in a step: one, and its drafts.
+
+        Returns:
+            Tensors of one layer's ring, entries first. No other ring nor state may use their names. Those of a kind may not depend
+            on a module: a flush knows of none.
+        """
+        del tokens
+        if step_tokens == 1:
+            return ()
+        return tuple(replace(each, name=f"{each.name}_after", shape=(step_tokens, *each.shape)) for each in state)
+
+    def flush(self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: RingRows) -> None:
+        """Advance one layer's states of some rows to `RingRows.ends`, in their slots and in those that are given them, too.
+
+        Args:
+            states: As of `SlotLayer.slot_decode_rows`.
+            ring: Likewise.
+            rows: The positions are the ends.
+        """
+        for name, after in ring.items():
+            take_last(states[name.removesuffix("_after")], after, rows)
+        for tensor in states.values():
+            copy_slots(tensor[None], tensor[None], rows.slots, rows.kept)
 
     @abstractmethod
     def invalidate(self, module: torch.nn.Module) -> None:

@@ -1,12 +1,14 @@
-"""The components of a layer's state by its dimensions, for each kind of the package. Needs no torch."""
+"""The components of a layer's state by its dimensions, and those of its ring, for each kind of the package. Needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from megatron_hybrid_prefix.pool.layout import StateComponent
+from megatron_hybrid_prefix.pool.layout import RingLayout, SlotLayout, StateComponent, StateLayout
 
 GDN_CONV, GDN_STATE = "gdn_conv", "gdn_state"
+Ring = Callable[[tuple[StateComponent, ...], int, int], tuple[StateComponent, ...]]
+"""A layer's ring by the components of its state, R, and the most tokens of a row in a step."""
 
 
 def mamba2_components(
@@ -33,3 +35,77 @@ def gated_delta_net_components(
             name=GDN_STATE, shape=(heads, key_dim, value_dim), dtype=state_dtype or "float32", accumulates=True
         ),
     )
+
+
+def mamba2_ring(state: tuple[StateComponent, ...], tokens: int, step_tokens: int) -> tuple[StateComponent, ...]:
+    """Inputs of the convolution; and x and B behind it, and dt and its decay."""
+    conv, ssm = state
+    (channels, taps), (heads, headdim, _) = conv.shape, ssm.shape
+    of_B = (channels - heads * headdim) // 2
+    entries = ring_entries(tokens, step_tokens)
+    return (
+        StateComponent(name="conv_recent", shape=(taps - 1 + step_tokens, channels), dtype=conv.dtype),
+        StateComponent(name="ssm_inputs", shape=(entries, heads * headdim + of_B), dtype=conv.dtype),
+        StateComponent(name="ssm_steps", shape=(entries, 2, heads), dtype="float32"),
+    )
+
+
+def gated_delta_net_ring(
+    state: tuple[StateComponent, ...], tokens: int, step_tokens: int
+) -> tuple[StateComponent, ...]:
+    """Inputs of the convolution; and keys behind it, what is written along them, and the decays."""
+    conv, matrix = state
+    (channels, taps), (heads, key_dim, value_dim) = conv.shape, matrix.shape
+    key_heads = (channels - heads * value_dim) // (2 * key_dim)
+    entries = ring_entries(tokens, step_tokens)
+    return (
+        StateComponent(name="gdn_recent", shape=(taps - 1 + step_tokens, channels), dtype=conv.dtype),
+        StateComponent(name="gdn_keys", shape=(entries, key_heads, key_dim), dtype=conv.dtype),
+        StateComponent(name="gdn_written", shape=(entries, heads, value_dim), dtype=matrix.dtype),
+        StateComponent(name="gdn_decays", shape=(entries, heads), dtype="float32"),
+    )
+
+
+RINGS: Mapping[str, Ring] = {"mamba2": mamba2_ring, "gated_delta_net": gated_delta_net_ring}
+
+
+def rings_of(slots: SlotLayout, rings: Mapping[str, Ring], *, block_tokens: int, step_tokens: int) -> RingLayout:
+    """The rings of a model, of which all layers are flushed together: at the multiples that suit the kind that needs most.
+
+    Args:
+        slots: Its states.
+        rings: The ring of each kind.
+        block_tokens: Tokens of a KV block.
+        step_tokens: Most tokens of a row in a step: one, and its drafts.
+    """
+
+    def bytes_of(layout: StateLayout, tokens: int) -> int:
+        return sum(component.bytes for component in rings[layout.kind](layout.components, tokens, step_tokens))
+
+    wanted = [block_tokens]
+    for layout in slots.kinds:
+        if entry_bytes := bytes_of(layout, 2) - bytes_of(layout, 1):
+            state_bytes = sum(component.bytes for component in layout.components if component.accumulates)
+            wanted.append(ring_tokens(state_bytes, entry_bytes, block_tokens))
+    tokens = min(wanted)
+    kinds = ((layout, rings[layout.kind](layout.components, tokens, step_tokens)) for layout in slots.kinds)
+    return RingLayout(
+        tokens=tokens,
+        kinds=tuple(StateLayout(kind=of.kind, layers=of.layers, components=ring) for of, ring in kinds if ring),
+    )
+
+
+def ring_tokens(state_bytes: int, entry_bytes: int, block_tokens: int) -> int:
+    """R: tokens between two writes of a state, a divisor of the block.
+
+    A state is written once in R steps, and R / 2 entries are read in each: the bytes are fewest at sqrt(2 state / entry). The
+    power of two next to that, from 8 to 64; fewer only where the block demands it.
+    """
+    best = (2 * state_bytes / entry_bytes) ** 0.5
+    choices = [tokens for tokens in (8, 16, 32, 64) if block_tokens % tokens == 0]
+    return min(choices, key=lambda tokens: abs(tokens - best)) if choices else block_tokens & -block_tokens
+
+
+def ring_entries(tokens: int, step_tokens: int) -> int:
+    """Entries of a ring that is flushed at multiples of ``tokens``: a step overwrites none that it, or the next, reads."""
+    return tokens + 2 * step_tokens - 1

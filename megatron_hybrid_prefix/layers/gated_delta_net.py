@@ -12,7 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name, register_layer_kind
-from megatron_hybrid_prefix.layers.components import GDN_CONV, GDN_STATE, gated_delta_net_components
+from megatron_hybrid_prefix.layers.components import (
+    GDN_CONV,
+    GDN_STATE,
+    gated_delta_net_components,
+    gated_delta_net_ring,
+)
 from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
 from megatron_hybrid_prefix.layers.step import PrefillStep
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
@@ -20,7 +25,8 @@ from megatron_hybrid_prefix.ops.delta_gates import gates
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
 from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, check_heads
 from megatron_hybrid_prefix.ops.gated_norm import gated_rms_norm
-from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens
+from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, flush_windows
+from megatron_hybrid_prefix.ops.rings import RingRows
 from megatron_hybrid_prefix.pool.layout import StateComponent
 from megatron_hybrid_prefix.upstream.delta_net import GatedDeltaNet
 from megatron_hybrid_prefix.upstream.overrides import is_known
@@ -39,33 +45,20 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
     def slot_outputs(self, outputs: torch.Tensor | None) -> Any:
         return self.out_proj(outputs)
 
-    def slot_decode(
-        self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], slots: torch.Tensor
-    ) -> torch.Tensor:
-        return self.slot_decode_drafts(inputs.unsqueeze(1), states, slots, {}).squeeze(1)
-
-    def slot_decode_drafts(
+    def slot_decode_rows(
         self,
         inputs: torch.Tensor,
         states: Mapping[str, torch.Tensor],
-        slots: torch.Tensor,
-        drafted: Mapping[str, torch.Tensor],
+        ring: Mapping[str, torch.Tensor],
+        rows: RingRows,
     ) -> torch.Tensor:
         qkv, *gates = self._parts(inputs)
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-        convolved = convolve_tokens(qkv, states[GDN_CONV], weight, bias, slots=slots, after=drafted.get(GDN_CONV))
+        convolved = convolve_tokens(qkv, states[GDN_CONV], weight, bias, recent=ring["gdn_recent"], rows=rows)
         q, k, v, z, log_decay, beta = self._by_head(convolved, *gates)
-        y = update_delta_rule(
-            q,
-            k,
-            v,
-            log_decay,
-            beta,
-            states[GDN_STATE],
-            slots,
-            normalise=self.use_qk_l2norm,
-            after=drafted.get(GDN_STATE),
-        )
+        of_keys = {"keys": ring["gdn_keys"], "written": ring["gdn_written"], "decays": ring["gdn_decays"]}
+        states_of = states[GDN_STATE], rows
+        y = update_delta_rule(q, k, v, log_decay, beta, *states_of, **of_keys, normalise=self.use_qk_l2norm)
         return self._gated(y, z)
 
     def slot_prefill(self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], step: PrefillStep) -> torch.Tensor:
@@ -175,6 +168,20 @@ class GatedDeltaNetKind(LayerKind):
 
     def chunk_tokens(self, module: torch.nn.Module) -> int:
         return CHUNK
+
+    def ring(self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int) -> tuple[StateComponent, ...]:
+        return gated_delta_net_ring(state, tokens, step_tokens)
+
+    def flush(self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: RingRows) -> None:
+        flush_windows(states[GDN_CONV], ring["gdn_recent"], rows)
+        keys, written, decays = ring["gdn_keys"], ring["gdn_written"], ring["gdn_decays"]
+        none = keys.new_empty(len(rows.slots), 0, *keys.shape[2:])
+        values, gates = (
+            none.new_empty(*none.shape[:2], *written.shape[2:]),
+            decays.new_empty(*none.shape[:2], decays.shape[2]),
+        )
+        of_keys = {"keys": keys, "written": written, "decays": decays}
+        update_delta_rule(none, none, values, gates, gates, states[GDN_STATE], rows, **of_keys, normalise=False)
 
     def invalidate(self, module: torch.nn.Module) -> None:
         """Nothing is derived from weights."""

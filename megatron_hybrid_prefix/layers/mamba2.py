@@ -6,14 +6,17 @@ megatron's methods.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name, register_layer_kind
-from megatron_hybrid_prefix.layers.components import mamba2_components
+from megatron_hybrid_prefix.layers.components import mamba2_components, mamba2_ring
 from megatron_hybrid_prefix.layers.step import PrefillStep
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
-from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, update_states
+from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, flush_states, flush_windows, update_states
 from megatron_hybrid_prefix.ops.mamba_scan import scan_by_slots
+from megatron_hybrid_prefix.ops.rings import RingRows
 from megatron_hybrid_prefix.pool.layout import StateComponent
 from megatron_hybrid_prefix.upstream.mixer import MambaMixer, StepSeam, refresh_decode_parameters
 
@@ -24,25 +27,24 @@ class HybridPrefixMambaMixer(StepSeam):
     def decode(
         self,
         zxBCdt: torch.Tensor,
-        conv_state: torch.Tensor,
-        ssm_state: torch.Tensor,
-        batch_indices: torch.Tensor,
-        intermediate_conv_state: torch.Tensor | None = None,
-        intermediate_ssm_state: torch.Tensor | None = None,
+        states: Mapping[str, torch.Tensor],
+        ring: Mapping[str, torch.Tensor],
+        rows: RingRows,
     ) -> torch.Tensor:
         z, xBC, dt = self._parts(zxBCdt)
         weight, bias = self.cp.get_conv1d_weight().squeeze(1), self.cp.get_conv1d_bias()
-        convolved = convolve_tokens(xBC, conv_state, weight, bias, slots=batch_indices, after=intermediate_conv_state)
+        convolved = convolve_tokens(xBC, states["conv"], weight, bias, recent=ring["conv_recent"], rows=rows)
         y = update_states(
             convolved,
             dt,
-            ssm_state,
-            batch_indices,
+            states["ssm"],
+            rows,
+            inputs=ring["ssm_inputs"],
+            steps=ring["ssm_steps"],
             A=self.decode_rates(),
             D=self.cp.get_D(),
             dt_bias=self.cp.get_dt_bias(),
             z=None if self.rmsnorm else z,
-            after=intermediate_ssm_state,
         )
         return self.norm(y, z) if self.rmsnorm else y
 
@@ -118,6 +120,13 @@ class Mamba2(LayerKind):
     def chunk_tokens(self, module: torch.nn.Module) -> int:
         mixer: MambaMixer = module
         return int(mixer.chunk_size)
+
+    def ring(self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int) -> tuple[StateComponent, ...]:
+        return mamba2_ring(state, tokens, step_tokens)
+
+    def flush(self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: RingRows) -> None:
+        flush_windows(states["conv"], ring["conv_recent"], rows)
+        flush_states(states["ssm"], ring["ssm_inputs"], ring["ssm_steps"], rows)
 
     def invalidate(self, module: torch.nn.Module) -> None:
         refresh_decode_parameters(module)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.layers.step import PrefillStep
-from megatron_hybrid_prefix.ops.slot_copies import copy_slots
+from megatron_hybrid_prefix.ops.rings import RingRows, keep_last, take_last
 from megatron_hybrid_prefix.upstream.mixer import merge_rows, rows_after, rows_of_step
 
 
@@ -45,14 +45,10 @@ class SlotLayer:
         inputs = self.slot_inputs(hidden_states)
         decoded = prefilled = None
         if rows.decodes:
-            first = inputs[: rows.decodes * rows.decode_tokens].squeeze(1)
-            if rows.decode_tokens == 1:
-                decoded = self.slot_decode(first, states, rows.decode_slots)
-            else:
-                drafted = inference_context.states_of_layer(self.slot_layer_number, drafted=True)
-                by_row = first.unflatten(0, (rows.decodes, rows.decode_tokens))
-                decoded = self.slot_decode_drafts(by_row, states, rows.decode_slots, drafted).flatten(0, 1)
-            decoded = decoded.unsqueeze(1)
+            first = inputs[: rows.decodes * rows.decode_tokens].view(rows.decodes, rows.decode_tokens, -1)
+            ring = inference_context.ring_of_layer(self.slot_layer_number)
+            decoded = self.slot_decode_rows(first, states, ring, inference_context.decode_rows)
+            decoded = decoded.flatten(0, 1).unsqueeze(1)
         if rows.prefills:
             later = rows_after(inputs, rows.counts) if rows.decodes else inputs
             prefilled = self.slot_prefill(later.squeeze(1), states, step).unsqueeze(1)
@@ -72,11 +68,10 @@ class SlotLayer:
         """The layer's output: by default ``outputs``, (tokens, 1, width), and no bias."""
         return outputs, None
 
-    @abstractmethod
     def slot_decode(
         self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], slots: torch.Tensor
     ) -> torch.Tensor:
-        """One token of each row; its state is read and written in place.
+        """One token of each row; its state is read and written in place. For kinds without a ring of their own.
 
         Args:
             inputs: (rows, width).
@@ -86,31 +81,33 @@ class SlotLayer:
         Returns:
             (rows, width out); what rows of padding hold does not matter.
         """
+        raise NotImplementedError
 
-    def slot_decode_drafts(
+    def slot_decode_rows(
         self,
         inputs: torch.Tensor,
         states: Mapping[str, torch.Tensor],
-        slots: torch.Tensor,
-        drafted: Mapping[str, torch.Tensor],
+        ring: Mapping[str, torch.Tensor],
+        rows: RingRows,
     ) -> torch.Tensor:
-        """The next token of each row and its drafts, for kinds with ``drafts``; by default one `slot_decode` after another.
+        """The next token of each row, and its drafts; by default one `slot_decode` after another, for `LayerKind.ring` as it is there.
 
         Args:
             inputs: (rows, tokens, width).
-            states: As for `slot_decode`; which state a row goes on from is settled after the forward, from ``drafted``.
-            slots: As for `slot_decode`.
-            drafted: Given the state after each token, by component name: (live slots, tokens, *shape), at the row's slot.
+            states: As for `slot_decode`.
+            ring: This layer's, by component name: ``(rings, *shape)``.
+            rows: Which slots and rings, and their positions.
 
         Returns:
             (rows, tokens, width out); what rows of padding hold does not matter.
         """
+        for name, after in ring.items():
+            take_last(states[name.removesuffix("_after")], after, rows)
         outputs = []
         for token in range(inputs.shape[1]):
-            outputs.append(self.slot_decode(inputs[:, token], states, slots))
-            for name, after in drafted.items():
-                live = states[name][: after.shape[0]]
-                copy_slots(live[None], after[None, :, token], slots, slots)
+            outputs.append(self.slot_decode(inputs[:, token], states, rows.slots))
+            for name, after in ring.items():
+                keep_last(states[name.removesuffix("_after")], after, rows, token)
         return torch.stack(outputs, dim=1)
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""`PrefillStep`: describes the sequences that a step prefills, for recurrent layers of any kind.
+"""`PrefillStep` and `DecodeStep`: describe what a step prefills and decodes, for recurrent layers of any kind.
 
 - A sequence starts from a *source* slot (a checkpoint, or its own live slot). Its final state goes to its live slot. The
   states after some of its chunks go to checkpoint slots. A slot is named by its row in the tensors of states.
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_hybrid_prefix.ops.rings import RingRows
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.support.arithmetic import round_up
 
@@ -248,3 +249,76 @@ class PrefillStep:
         array = self._arrays[name]
         array[: len(values)] = values
         array[len(values) : count] = padding
+
+
+class DecodeStep:
+    """The rows that a step decodes, and the position of each request's state. A request's ring has the number of its live index.
+
+    States are written at multiples of ``ring_tokens`` of a request's positions, whatever else runs, and where the cache keeps one.
+
+    Args:
+        ring_tokens: See `RingLayout`.
+        max_requests: Maximum of running requests.
+        device: Device of the layers.
+
+    Attributes:
+        origins: (max_requests,) int32, by live index: the position of the state in its slot, as of the forward launched last.
+        rows: Those of the running step, padding included.
+    """
+
+    rows: RingRows
+
+    def __init__(self, ring_tokens: int, *, max_requests: int, device: torch.device | int | str) -> None:
+        self._ring_tokens = ring_tokens
+        self.origins = np.zeros(max_requests, dtype=np.int32)
+        sizes: list[tuple[str, int, type[np.int32 | np.int64]]]
+        sizes = [("rings", max_requests, np.int64), ("kept", max_requests, np.int64)]
+        sizes += [(name, max_requests, np.int32) for name in ("positions", "origins", "ends")]
+        self._pinned, self._buffer, self._arrays, self._tensors = _allocate(sizes, device)
+        self._arrays["kept"][:] = NO_SLOT
+        self._next: tuple[_Integers, _Integers] = np.zeros(0, np.int64), np.zeros(0, np.int32)
+
+    def prepare(self, live_indices: _Integers, begins: _Integers, lengths: _Integers, *, decodes: int) -> None:
+        """Describe the next step; the device has it after `copy`.
+
+        Args:
+            live_indices: Of its requests, those that decode first.
+            begins: Where each begins, in tokens of the request.
+            lengths: Tokens of each.
+            decodes: How many decode.
+        """
+        own, positions = live_indices[:decodes], begins[:decodes]
+        origins = self.origins[own]
+        ends = np.maximum(origins, positions - positions % self._ring_tokens)
+        for name, values in (("rings", own), ("positions", positions), ("origins", origins), ("ends", ends)):
+            self._arrays[name][:decodes] = values
+        self._next = live_indices.copy(), np.concatenate([ends, begins[decodes:] + lengths[decodes:]])
+
+    def copy(self) -> None:
+        """Copy the prepared step to the device. Do not call `prepare` again before this copy is done."""
+        self._buffer.copy_(self._pinned, non_blocking=True)
+
+    def show(self, slots: torch.Tensor) -> None:
+        """The prepared step runs now. ``slots``: (rows,) int64 on the device, the live slot of each row; negative: padding."""
+        self.rows = RingRows(slots, *(self._tensors[name][: len(slots)] for name in RingRows._fields[1:]))
+
+    def launched(self) -> None:
+        """The forward of the prepared step was launched: after it, states are where it says."""
+        live_indices, positions = self._next
+        self.origins[live_indices] = positions
+
+    def flushed(
+        self, live_indices: Sequence[int], ends: Sequence[int], slots: Sequence[int], kept: Sequence[int]
+    ) -> RingRows:
+        """The rows of a launch that advances the states of these live indices to ``ends``; ``slots``, ``kept``: rows of states."""
+        own = np.array(live_indices)
+        values = slots, own, ends, self.origins[own], ends, kept
+        dtypes = torch.int64, torch.int64, torch.int32, torch.int32, torch.int32, torch.int64
+        device = self._buffer.device
+        self.origins[own] = ends
+        return RingRows(
+            *(
+                torch.tensor(each, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+                for each, dtype in zip(values, dtypes, strict=True)
+            )
+        )

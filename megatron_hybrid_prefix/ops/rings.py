@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.ops.triton_or_torch import jit, tl
 
 
@@ -42,20 +43,24 @@ class RingRows(NamedTuple):
         pool[own.kept] = pool[own.slots]
 
 
-def ring_tokens(state_bytes: int, entry_bytes: int, block_tokens: int) -> int:
-    """R: tokens between two writes of a state, a divisor of the block.
+def take_last(pool: torch.Tensor, after: torch.Tensor, rows: RingRows) -> None:
+    """Of a ring of whole states: a slot gets the state after the last token before a row's position, unless it has that.
 
-    A state is written once in R steps, and R / 2 entries are read in each: the bytes are fewest at sqrt(2 state / entry). The
-    power of two next to that, from 8 to 64; fewer only where the block demands it.
+    Args:
+        pool: (slots, *shape), a component of one layer's states.
+        after: (rings, entries, *shape), contiguous: those after each token of the step before.
+        rows: Which rows these are.
     """
-    best = (2 * state_bytes / entry_bytes) ** 0.5
-    choices = [tokens for tokens in (8, 16, 32, 64) if block_tokens % tokens == 0]
-    return min(choices, key=lambda tokens: abs(tokens - best)) if choices else block_tokens & -block_tokens
+    entries = after.shape[1]
+    last = rows.rings * entries + (rows.positions - 1) % entries
+    copy_slots(after.flatten(0, 1)[None], pool[None], torch.where(rows.positions > rows.origins, last, -1), rows.slots)
 
 
-def ring_entries(tokens: int, step_tokens: int) -> int:
-    """Entries of a ring that is flushed at multiples of ``tokens``: a step overwrites none that it, or the next, reads."""
-    return tokens + 2 * step_tokens - 1
+def keep_last(pool: torch.Tensor, after: torch.Tensor, rows: RingRows, token: int) -> None:
+    """The reverse: the state in a slot is that after ``token`` of this step, from 0."""
+    entries = after.shape[1]
+    last = rows.rings * entries + (rows.positions + token) % entries
+    copy_slots(pool[None], after.flatten(0, 1)[None], rows.slots, last)
 
 
 def sums_after(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron_hybrid_prefix.support.arithmetic import round_up
+
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -108,3 +110,24 @@ class SlotLayout:
 
         kinds = (replace(layout, components=tuple(map(changed, layout.components))) for layout in self.kinds)
         return SlotLayout(tuple(kinds))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingLayout:
+    """What a running request keeps of the inputs since its state: the rings of its recurrent layers (``ops/rings.py``).
+
+    Attributes:
+        tokens: Decodes write states at multiples of it.
+        kinds: As of `SlotLayout`, but a kind without a ring is missing: tensors of one layer's ring, their entries first.
+    """
+
+    tokens: int
+    kinds: tuple[StateLayout, ...] = ()
+
+    def bytes(self, requests: int, alignment_bytes: int = 1) -> int:
+        """Bytes of the rings of so many requests, each tensor aligned."""
+        return sum(
+            round_up(layout.layers * requests * component.bytes, alignment_bytes)
+            for layout in self.kinds
+            for component in layout.components
+        )

@@ -33,6 +33,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.pool.layout import RingLayout
 from megatron_hybrid_prefix.support.arithmetic import ceil_div, round_up
 
 ALIGNMENT_BYTES = 256
@@ -43,9 +44,9 @@ _MOST_LOST_OF_KV = 0.04  # of a block, which may be most of the memory
 _MOST_STATES = 64  # in a page
 
 
-def own_bytes(state_bytes: int, *, own_slots: int, drafts: int) -> int:
-    """Bytes before the pages: the engine's own slots, and the states after each drafted token."""
-    return own_slots * state_bytes * (drafts + 2 if drafts else 1)
+def own_bytes(state_bytes: int, rings: RingLayout, *, own_slots: int, requests: int) -> int:
+    """Bytes before the pages: the engine's own slots, and the rings of so many requests."""
+    return own_slots * state_bytes + rings.bytes(requests, ALIGNMENT_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

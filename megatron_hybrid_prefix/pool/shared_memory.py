@@ -2,9 +2,9 @@
 
 `PageLayout` (``pages.py``) says which bytes belong to which block and slot. Here they become tensors::
 
-    | engine's own slots | states after drafts | page 0: block 0, 1, .. or slots | page 1 | .. | rest: blocks, dummy block |
+    | engine's own slots | rings of running requests | page 0: block 0, 1, .. or slots | page 1 | .. | rest: blocks, dummy block |
 
-The engine's own slots are never given to the cache: rows without a request use them, and with drafts all running requests.
+The engine's own slots are never given to the cache: rows without a request use them.
 After the last whole page there are only blocks, and the last of them is megatron's dummy block. So all of the budget but less
 than one block is used.
 
@@ -24,7 +24,7 @@ import torch
 
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.ops.triton_or_torch import ids_on_device
-from megatron_hybrid_prefix.pool.layout import SlotLayout
+from megatron_hybrid_prefix.pool.layout import RingLayout, SlotLayout
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
 from megatron_hybrid_prefix.support.arithmetic import round_up
 
@@ -69,7 +69,8 @@ class SharedMemory:
     Args:
         slots: Content of a slot.
         own_slots: Slots before the pages that the engine keeps for itself.
-        drafts: Tokens drafted for speculative decoding. Each of the own slots has a state after each token then.
+        rings: What a request's rings are.
+        requests: Maximum of running requests: each has rings.
         layout: Blocks and pages, as on all ranks; None: megatron has the KV, and there are only the engine's own slots.
         block: Shape of a block, with ``layout``.
         device: Device of the buffer.
@@ -79,8 +80,8 @@ class SharedMemory:
         kv: (*block.before, blocks with the dummy block, *block.after); not without ``layout``.
         routes: (blocks with the dummy block, *block.routes); not without ``layout``. They are part of a block, so they go where it goes.
         states: By component name, (layers of its kind, rows, *component shape).
-        drafted: Likewise, (layers, rows, drafts + 1, *shape): at the row of an own slot its states after each token of the
-            last forward. Empty without drafts.
+        rings: By component name of a ring, (layers of its kind, requests, *component shape).
+        ring_layout: What they are.
         first_page_slot: Slot of the first page. Those before it are the engine's.
         kv_rows: (1, blocks with the dummy block, bytes of a block) uint8: whole blocks; not without ``layout``.
         state_rows: (1, rows, bytes of a state) uint8: whole states.
@@ -95,7 +96,8 @@ class SharedMemory:
         slots: SlotLayout,
         *,
         own_slots: int,
-        drafts: int = 0,
+        rings: RingLayout,
+        requests: int,
         layout: PageLayout | None = None,
         block: BlockShape | None = None,
         device: torch.device | int | str,
@@ -103,8 +105,8 @@ class SharedMemory:
         self.layout, self.first_page_slot = layout, own_slots
         self._state_bytes = state_bytes = slot_bytes(slots)
         self._row_bytes = max(1, state_bytes) if layout is None else ALIGNMENT_BYTES
-        self._drafted_bytes, self._drafts = own_slots * state_bytes, drafts
-        pages_bytes = own_bytes(state_bytes, own_slots=own_slots, drafts=drafts)
+        self.ring_layout = rings
+        pages_bytes = own_bytes(state_bytes, rings, own_slots=own_slots, requests=requests)
         self._pages_bytes = pages_bytes  # where the first page begins
         blocks = step_bytes = 0
         if layout is not None:
@@ -120,22 +122,19 @@ class SharedMemory:
         rows = (len(self.buffer) - state_bytes) // self._row_bytes + 1
         self.state_rows = self.buffer.as_strided((1, rows, state_bytes), (0, self._row_bytes, 1))
         self.states: dict[str, torch.Tensor] = {}
-        self.drafted: dict[str, torch.Tensor] = {}
         offset = 0
         for (of_kind, component), count_bytes in zip(slots, _component_bytes(slots), strict=True):
+            entries = rows, self._row_bytes
             dtype, layers = getattr(torch, component.dtype), (of_kind.layers,)
-            self.states[component.name] = _view(
-                self.buffer, dtype, offset, layers, (rows, self._row_bytes), component.shape
-            )
-            if drafts:
-                states = self.states[component.name]
-                layer, row, *inner = states.stride()
-                self.drafted[component.name] = states.as_strided(
-                    (*layers, self.row(own_slots - 1) + 1, drafts + 1, *component.shape),
-                    (layer, row * (drafts + 1), state_bytes // self._row_bytes * row, *inner),
-                    states.storage_offset() + self._drafted_bytes // dtype.itemsize,
-                )
+            self.states[component.name] = _view(self.buffer, dtype, offset, layers, entries, component.shape)
             offset += count_bytes
+        self.rings: dict[str, torch.Tensor] = {}
+        offset = own_slots * state_bytes
+        for of_kind, component in ((of, each) for of in rings.kinds for each in of.components):
+            size, dtype = of_kind.layers * requests * component.bytes, getattr(torch, component.dtype)
+            shape = of_kind.layers, requests, *component.shape
+            self.rings[component.name] = self.buffer[offset : offset + size].view(dtype).view(shape)
+            offset += round_up(size, ALIGNMENT_BYTES)
 
     def row(self, slot: int) -> int:
         """The row of a slot. Raises ValueError if there is no such slot."""
@@ -146,11 +145,6 @@ class SharedMemory:
             raise ValueError(f"slot {slot} does not exist: there are {own + (layout.slots if layout else 0)}")
         page, place = divmod(slot - own, layout.page_states)
         return (self._pages_bytes + page * layout.page_bytes + place * self._state_bytes) // ALIGNMENT_BYTES
-
-    def row_after[Ints: (int, torch.Tensor)](self, row: Ints, token: Ints) -> Ints:
-        """The row of the state after a token of the last forward, for the row of an own slot."""
-        first = self._drafted_bytes // self._row_bytes
-        return first + row * (self._drafts + 1) + token * (self._state_bytes // self._row_bytes)
 
     def state(self, slot: int) -> dict[str, torch.Tensor]:
         """The state in a slot, by component name: (layers of its kind, *shape), a view."""
@@ -167,25 +161,6 @@ class SharedMemory:
         rows = self._on_device(map(self.row, slots))
         for tensor in self.states.values():
             tensor[:, rows] = tensor.new_zeros(())  # a number would be sent to the GPU, and waited for
-
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy states bit by bit, from row ``sources[i]`` to slot ``targets[i]``.
-
-        Args:
-            sources: Rows: `row` or `row_after`.
-            targets: Slots, none twice, and none of them a source of another copy.
-
-        Raises:
-            ValueError: A slot does not exist or occurs twice, or the lengths differ. Nothing is written.
-        """
-        if len(sources) != len(targets) or len(set(targets)) < len(targets):
-            raise ValueError(f"rows {list(sources)} and slots {list(targets)}: must be as many, and no slot twice")
-        self.copy_rows(self._on_device(sources), self._on_device(map(self.row, targets)))
-
-    def copy_rows(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy states from row to row: (copies,) int64 on the device; negative: no copy."""
-        for tensor in self.states.values():
-            copy_slots(tensor, tensor, sources, targets)
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,8 @@ class StateMetadata(MambaMetadata):
     Its chunks, and its extraction of states inside a prefill, are not used: `PrefillStep` replaces them.
 
     Args:
-        context: Called for each step (``live_rows``), and for each that prefills (``prepare_prefill``, ``show_prefill``).
+        context: Called for each step (``live_rows``, ``prepare_rows``, ``show_rows``), and for each that prefills (``prepare_prefill``,
+            ``show_prefill``).
         **fields: Megatron's arguments.
     """
 
@@ -55,6 +56,7 @@ class StateMetadata(MambaMetadata):
             padded_batch_dimensions=padded_batch_dimensions,
             **kwargs,
         )
+        self._context.prepare_rows(batch_dimensions.decode_req_count)
         if padded_batch_dimensions.prefill_req_count:
             self._context.prepare_prefill(
                 batch_dimensions.prefill_req_count,
@@ -64,8 +66,10 @@ class StateMetadata(MambaMetadata):
         return result
 
     def load_from_cpu(self, d: dict[str, Any]) -> None:
-        """Shows the prepared prefill to the layers."""
+        """Shows the prepared step to the layers."""
         super().load_from_cpu(d)
+        if d["padded_decode_count"]:
+            self._context.show_rows(self.batch_indices_decode)
         if d["padded_prefill_count"]:
             self._context.show_prefill()
 
@@ -194,6 +198,14 @@ class ContextSeam(DynamicInferenceContext):
 
     def allocate_states(self) -> None:
         """Allocate the recurrent states and the metadata of their steps. Called for hybrid models only."""
+        raise NotImplementedError
+
+    def prepare_rows(self, decodes: int) -> None:
+        """The next step runs the active rows, of which the first ``decodes`` decode."""
+        raise NotImplementedError
+
+    def show_rows(self, live_rows: torch.Tensor) -> None:
+        """The prepared step runs now. ``live_rows``: (rows,) on the device, as `live_rows`, of those that decode."""
         raise NotImplementedError
 
     def prepare_prefill(self, sequences: int, *, padded_tokens: int, padded_sequences: int) -> None:

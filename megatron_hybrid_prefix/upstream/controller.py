@@ -115,21 +115,15 @@ class ControllerSeam(TextGenerationController):
         return super()._run_async_sched_sample_mtp()
 
     def _rewind_kv_cache(self, accepted_counts_cpu: torch.Tensor | None = None) -> Any:
-        """States of all layer kinds go back to the last accepted token."""
+        """Only KV goes back to the last accepted token: what a decode reads of states and rings does not depend on rejected drafts."""
         context: Any = self.inference_wrapped_model.inference_context
         states = getattr(context, "states", None)  # `StateMemory`
-        # Megatron would copy two tensors, of Mamba2 layers; the rest of what it rewinds is the same for all models.
+        # Megatron would copy states of Mamba2 layers; the rest of what it rewinds is the same for all models.
         is_hybrid, context.is_hybrid_model = context.is_hybrid_model, context.is_hybrid_model and states is None
         try:
             blocks, released = super()._rewind_kv_cache(accepted_counts_cpu)
         finally:
             context.is_hybrid_model = is_hybrid
-        if states is not None:
-            rows = slice(context.paused_request_count, context.total_request_count)
-            count = rows.stop - rows.start
-            decodes = context.gpu_view.request_in_prefill_status[:count] != 1
-            live = context.live_rows(context.live_indices[rows]).to(decodes.device, non_blocking=True)
-            states.roll_back(torch.where(decodes, live, -1), self._accepted_token_counts_per_request[:count])
         return blocks, released & (blocks != context.kv_block_allocator.dummy_block_idx)  # drafts past an answer's end
 
     # -- hooks ---------------------------------------------------------------------------------------------------------

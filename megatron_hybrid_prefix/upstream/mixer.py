@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -14,9 +14,16 @@ from megatron_hybrid_prefix.upstream.modules import ROWS_OF_A_STEP
 
 
 class StepSeam(MambaMixer):
-    """Megatron's mixer: `prefill` and `decode` replace its own in a step of a context of this package."""
+    """Megatron's mixer: `prefill` and `decode` replace its own in a step of a context of this package.
+
+    Attributes:
+        slot_layer_number: Number of the layer on this pipeline stage, from 1; set by `use_slot_mixers`.
+    """
+
+    slot_layer_number: int
 
     # Of the running step of a context of this package; megatron tells its kernels nothing of the context.
+    _context: Any = None
     _step: Any = None
     _owes_prefill = False
 
@@ -32,7 +39,7 @@ class StepSeam(MambaMixer):
         return self._run(megatrons.ssm_dynamic_inference, hidden_states, context)
 
     def _run(self, step: Callable[..., Any], hidden_states: torch.Tensor, context: Any) -> Any:
-        self._step = getattr(context, "prefill_step", None)
+        self._context, self._step = context, getattr(context, "prefill_step", None)
         self._owes_prefill = self._step is not None and context.padded_batch_dimensions.prefill_req_count > 0
         try:
             result = step(hidden_states, context)
@@ -40,39 +47,36 @@ class StepSeam(MambaMixer):
                 raise RuntimeError(f"{type(self).__name__} did not call super() in a prefill: its states are lost")
             return result
         finally:
-            self._step = None
+            self._context = self._step = None
 
     @only_in("steps of recurrent layers", "by class")
     def _ssm_decode(self, zxBCdt: torch.Tensor, *states: Any, **named: Any) -> torch.Tensor:
-        """Decode by kernels that read and write each state once."""
+        """Decode from states and rings."""
         if self._step is None:
             return super()._ssm_decode(zxBCdt, *states, **named)
-        return self.decode(zxBCdt, *states, **named)
+        return self._decode_rows(zxBCdt)
 
     @only_in("steps of recurrent layers", "shared")
     def ssm_decode(self, zxBCdt: torch.Tensor, *states: Any, **named: Any) -> torch.Tensor:
-        """Decode by kernels that read and write each state once."""
+        """Decode from states and rings."""
         megatrons: Any = super()
-        return (megatrons.ssm_decode if self._step is None else self.decode)(zxBCdt, *states, **named)
+        return megatrons.ssm_decode(zxBCdt, *states, **named) if self._step is None else self._decode_rows(zxBCdt)
+
+    def _decode_rows(self, zxBCdt: torch.Tensor) -> torch.Tensor:
+        """Megatron names the states, and knows of no rings."""
+        context, layer = self._context, self.slot_layer_number
+        return self.decode(zxBCdt, context.states_of_layer(layer), context.ring_of_layer(layer), context.decode_rows)
 
     def decode(
-        self,
-        zxBCdt: torch.Tensor,
-        conv_state: torch.Tensor,
-        ssm_state: torch.Tensor,
-        batch_indices: torch.Tensor,
-        intermediate_conv_state: torch.Tensor | None = None,
-        intermediate_ssm_state: torch.Tensor | None = None,
+        self, zxBCdt: torch.Tensor, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: Any
     ) -> torch.Tensor:
         """Decode one token of each row, or several one after another.
 
         Args:
             zxBCdt: (rows, tokens, in_proj's width).
-            conv_state: As for `prefill`.
-            ssm_state: As for `prefill`.
-            batch_indices: (rows,) int64, the live slot of each row; negative: padding.
-            intermediate_conv_state: Given the window after each token, at the row's slot: (live slots, tokens, dim, d_conv).
-            intermediate_ssm_state: Given the state after each token, likewise: (live slots, tokens, heads, headdim, d_state).
+            states: This layer's, by component name: (slots, *shape).
+            ring: This layer's, likewise: (rings, *shape).
+            rows: The `RingRows`.
 
         Returns:
             (rows, tokens, inner width), contiguous.
@@ -191,7 +195,6 @@ class StepRows(NamedTuple):
         decodes: Rows that decode.
         decode_tokens: Tokens of each row that decodes: one, and its drafts.
         prefills: Sequences that prefill.
-        decode_slots: (decodes,) int64 on the device, the live slot of each row; negative: padding.
         counts: (2,) int32 on the device: decoded and prefilled tokens without padding. Set if the step has both.
     """
 
@@ -199,7 +202,6 @@ class StepRows(NamedTuple):
     decodes: int
     decode_tokens: int
     prefills: int
-    decode_slots: torch.Tensor
     counts: torch.Tensor
 
 
@@ -211,6 +213,5 @@ def rows_of_step(context: Any) -> StepRows:
         decodes=padded.decode_req_count,
         decode_tokens=1 + context.num_speculative_tokens,
         prefills=padded.prefill_req_count,
-        decode_slots=metadata.batch_indices_decode,
         counts=metadata.device_decode_prefill,
     )

@@ -69,7 +69,7 @@ def kv_budget(
 def cache_gb_for(
     model: Any, blocks: int, *, block_tokens: int, max_requests: int, states: int = 0, speculative_tokens: int = 0
 ) -> float:
-    """``cache_gb`` for this many KV blocks beside this many states; with drafts those of all requests are set aside."""
+    """``cache_gb`` for this many KV blocks beside this many states and the rings of all requests."""
     from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
     from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
     from megatron_hybrid_prefix.pool.shared_memory import BlockShape, slot_bytes
@@ -77,9 +77,10 @@ def cache_gb_for(
     config = model.hybrid_config
     shape = (block_tokens, config.num_query_groups, config.kv_channels)
     block = BlockShape(before=(2, config.count("*")), after=shape, dtype=getattr(torch, config.dtype))
-    size = slot_bytes(mamba_state_config(model).states.slots)
+    states_of = mamba_state_config(model).states
+    size, rings = slot_bytes(states_of.slots), states_of.rings(block_tokens=block_tokens, drafts=speculative_tokens)
     page = PageLayout.of(block_bytes=block.bytes, state_bytes=size, alignment_bytes=ALIGNMENT_BYTES)
-    own = own_bytes(size, own_slots=max_requests if speculative_tokens else 1, drafts=speculative_tokens)
+    own = own_bytes(size, rings, own_slots=1, requests=max_requests)
     total = blocks + 1 + ceil_div(states, page.page_states) * page.page_blocks
     return (own + total * page.block_bytes) / 2**30
 

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_hybrid_prefix.layers.components import ring_entries
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
 from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK
-from megatron_hybrid_prefix.ops.rings import RingRows, ring_entries
+from megatron_hybrid_prefix.ops.rings import RingRows
 from tests.harness.naive_model import UNIT_ROUNDOFF
 from tests.kernels.naive import delta_rule_sequence
 from tests.kernels.places import DEVICES, INTERPRETED, NAN

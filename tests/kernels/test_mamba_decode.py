@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_hybrid_prefix.layers.components import ring_entries, ring_tokens
 from megatron_hybrid_prefix.ops import mamba_decode
 from megatron_hybrid_prefix.ops.mamba_decode import (
     convolve_tokens,
@@ -20,7 +21,7 @@ from megatron_hybrid_prefix.ops.mamba_decode import (
     flush_windows,
     update_states,
 )
-from megatron_hybrid_prefix.ops.rings import RingRows, ring_entries, ring_tokens
+from megatron_hybrid_prefix.ops.rings import RingRows
 from megatron_hybrid_prefix.upstream.capabilities import form_of
 from tests.kernels import naive, rounding
 from tests.kernels.places import DEVICES, INTERPRETED, NAN

@@ -40,13 +40,14 @@ from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
 from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 from megatron_hybrid_prefix.mcore.context.verify import verify_plan
 from megatron_hybrid_prefix.mcore.ranks.agreement import DecisionLog, min_over_model_ranks
-from megatron_hybrid_prefix.mcore.state.budget import agree_on_budget, for_cache_gb
+from megatron_hybrid_prefix.mcore.state.budget import agree_on_budget, for_cache_gb, megatrons_bytes
 from megatron_hybrid_prefix.mcore.state.layout import DESCRIBE_ALL, states_of_config, with_state_dtype
 from megatron_hybrid_prefix.mcore.state.moves import name_entries, open_mover, page_tokens
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
-from megatron_hybrid_prefix.pool.pages import PageLayout, own_bytes
+from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.requests.explain import Explanation
 from megatron_hybrid_prefix.requests.scores import ScoreTable
 from megatron_hybrid_prefix.tiers.units import HOST, EntryKind
@@ -175,7 +176,8 @@ class HybridPrefixContext(SlotContext):
             self.shared_memory = SharedMemory(
                 self.state_layout,
                 own_slots=1 if self.live_states else self.max_requests,
-                drafts=self.num_speculative_tokens,
+                rings=self.rings,
+                requests=self.max_requests,
                 layout=self.layout,
                 block=block,
                 device=torch.cuda.current_device(),
@@ -198,9 +200,8 @@ class HybridPrefixContext(SlotContext):
         return f"buffer_size_gb={self.config.buffer_size_gb}{more}"
 
     def _agree_on_budget(self, block: BlockShape) -> tuple[PageLayout, bool]:
-        """The memory is ``cache_gb``. Without it, it is what megatron allocates, and ``mamba_gb`` more."""
+        """The memory is ``cache_gb``. Without it, it is what megatron allocates, and the rings and ``mamba_gb`` more."""
         config, prefix = self.config, self.prefix_config
-        drafts = self.num_speculative_tokens
         if prefix.cache_gb is not None:
             memory_bytes = int(prefix.cache_gb * 2**30)
         else:
@@ -208,15 +209,16 @@ class HybridPrefixContext(SlotContext):
             if self.unified_memory_level:
                 buffer_gb += config.paused_buffer_size_gb or 0
             # Megatron rounds up to one KV block, and takes states of requests from `paused_buffer_size_gb`, too.
-            states = own_bytes(self.state_layout.slot_bytes, own_slots=self.max_requests, drafts=drafts)
+            states = self.max_requests * megatrons_bytes(self.state_layout.slot_bytes, self.num_speculative_tokens)
             allocated = block_counts(self.kv_block_allocator).total * self.block_size_bytes + states
             memory_bytes = max(int(buffer_gb * 2**30), allocated) + int((prefix.mamba_gb or 0) * 2**30)
+            memory_bytes += self.rings.bytes(self.max_requests, ALIGNMENT_BYTES)  # which megatron knows nothing of
         layout, live_states = agree_on_budget(
             memory_bytes,
             block_bytes=block.bytes,
             state_bytes=slot_bytes(self.state_layout),
+            rings=self.rings,
             max_requests=self.max_requests,
-            drafts=drafts,
             option=self._memory_option,
             groups=config.pg_collection,
         )
@@ -475,6 +477,7 @@ class HybridPrefixContext(SlotContext):
         if self._step.swaps_out:
             computed = (self.request_kv_length_offsets + self.request_query_lengths)[request_indexes].tolist()
             live_indices = self.live_indices[request_indexes].tolist()
+            self.states.flush(live_indices, computed, [NO_SLOT] * len(live_indices))
             for request_id, tokens, live_index in zip(request_ids, computed, live_indices, strict=True):
                 self.prefix_cache.loads.swap_out(request_id, tokens, self.states.live.slot(live_index))
             self.moves.launch()

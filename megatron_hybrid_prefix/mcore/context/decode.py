@@ -1,4 +1,4 @@
-"""`DecodedStates`: tokens of decoding requests, and checkpoints of their states."""
+"""`DecodedStates`: tokens of decoding requests, and checkpoints of their states, which are flushes of their rings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _DecodeRows:
 
 
 class DecodedStates:
-    """When a decode fills a block, the block gets its key, and the state at its end is checkpointed.
+    """When a decode fills a block, the block gets its key, and its ring is flushed to its end, into a checkpoint, too.
 
     Megatron's context keeps only the tokens of the next forward, so those of the running requests are noted here, back to the
     start of the current block. Rows of requests move, live indices do not change. Most steps fill no block: their tokens are
@@ -69,15 +69,14 @@ class DecodedStates:
     def follow(self) -> None:
         """Track the last forward. Call it after drafts are rewound and before the next forward launches.
 
-        At that point of the stream, live states are those after the tokens counted here, and speculative states are still
-        those after each token of the last forward.
+        The next forward may overwrite what a ring has before the tokens counted here.
         """
         blocks = self._advance()
         if not blocks:
             return
         # By target slot: with few slots, a request may take the slot that another just got.
-        copies: dict[int, tuple[int, int]] = {}
-        for request_id, live_index, end_tokens, forward_token in blocks:
+        kept: dict[int, tuple[int, int]] = {}
+        for request_id, live_index, end_tokens in blocks:
             chain = self._cache.live[request_id].chain
             known = chain.tokens
             tokens = self._recent[live_index, np.arange(known, end_tokens) % self._ring_tokens]
@@ -85,22 +84,18 @@ class DecodedStates:
             self._events.stored(chain, known // self._block_tokens, filled)
             slot = self._cache.checkpoint_decoded(request_id, end_tokens)
             if slot is not None:
-                copies[slot] = self._context.states.live.slot(live_index), forward_token
+                kept[slot] = live_index, end_tokens
             words = "request {} filled a block at {}, slot {}"
             self._context.decisions.note(partial(words.format, request_id, end_tokens, slot))
-        if not copies:
-            return
-        self._context.moves.launch()  # what was in these slots goes elsewhere first
-        live_slots, forward_tokens = zip(*copies.values(), strict=True)
-        self._context.states.copy_decoded(list(copies), list(live_slots), list(forward_tokens))
+        if kept:
+            self._context.moves.launch()  # what was in these slots goes elsewhere first
+            self._context.states.flush(*zip(*kept.values(), strict=True), list(kept))
 
-    def _advance(self) -> list[tuple[int, int, int, int]]:
+    def _advance(self) -> list[tuple[int, int, int]]:
         """Note the tokens of the last forward.
 
         Returns:
-            The blocks that it filled, in row order: the request, its live index, the position where the block ends, and the index, from
-            0, of its last token among the request's tokens in that forward. That is the last accepted token, unless drafts beyond the
-            end of the block were accepted, too.
+            The blocks that it filled, in row order: the request, its live index, and the position where the block ends.
         """
         context = self._context
         first, last = context.paused_request_count, context.total_request_count
@@ -129,8 +124,7 @@ class DecodedStates:
         now = self._processed[own[: len(before)]]
         for row in np.flatnonzero(now // self._block_tokens > before // self._block_tokens).tolist():
             end_tokens = int(now[row]) // self._block_tokens * self._block_tokens
-            forward_token = end_tokens - int(before[row]) - 1
-            found.append((int(rows.request_ids[first + row]), int(own[row]), end_tokens, forward_token))
+            found.append((int(rows.request_ids[first + row]), int(own[row]), end_tokens))
         processed = self._processed[own] = rows.processed(first, last)
         self._indices = indices
         room = self._block_tokens - processed % self._block_tokens

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_hybrid_prefix.pool.pages import own_bytes
 from megatron_hybrid_prefix.support.environment import CONFIG_VARIABLE, is_on, say
 
 if TYPE_CHECKING:
@@ -34,11 +33,14 @@ def memory_report(context: Any) -> str:
         f"  memory: {_size(memory.buffer.numel())} for KV and states: {layout.total_blocks} KV blocks of "
         f"{_size(layout.block_bytes)}, or {pages}",
     ]
+    rings, requests = memory.ring_layout, context.max_requests
+    if rings.kinds:
+        lines.append(
+            f"  decodes: states are written every {rings.tokens} tokens, {_size(rings.bytes(requests))} set aside for {requests} rings"
+        )
     if memory.first_page_slot > 1:
-        drafts = context.num_speculative_tokens
-        states = own_bytes(1, own_slots=memory.first_page_slot, drafts=drafts)
-        of = "running requests, with their drafts" if drafts else "running requests"
-        lines.append(f"  {of}: {_count(states, 'state')}, {_size(states * state_bytes)} set aside")
+        states = memory.first_page_slot
+        lines.append(f"  running requests: {_count(states, 'state')}, {_size(states * state_bytes)} set aside")
     if mamba_gb is not None:
         lines.append(
             f"  mamba_gb={mamba_gb:g}: at most {_count(context.checkpoint_slots, 'state')} cached, "

@@ -18,8 +18,9 @@ from megatron_hybrid_prefix.mcore.context.no_cache import NoCache
 from megatron_hybrid_prefix.mcore.ranks.agreement import max_on_device, model_groups
 from megatron_hybrid_prefix.mcore.state.layout import ModelStates, routes_of_block, states_of_config, with_state_dtype
 from megatron_hybrid_prefix.mcore.state.memory import StateMemory
+from megatron_hybrid_prefix.ops.rings import RingRows
 from megatron_hybrid_prefix.platform.sizes import check_sizes
-from megatron_hybrid_prefix.pool.layout import SlotLayout
+from megatron_hybrid_prefix.pool.layout import RingLayout, SlotLayout
 from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
 from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.config import InferenceConfig
@@ -107,7 +108,8 @@ class SlotContext(ContextSeam, NoCache):
             self.shared_memory = SharedMemory(
                 self.state_layout,
                 own_slots=self.max_requests,
-                drafts=self.num_speculative_tokens,
+                rings=self.rings,
+                requests=self.max_requests,
                 device=torch.cuda.current_device(),
             )
         self.states = StateMemory(
@@ -121,8 +123,6 @@ class SlotContext(ContextSeam, NoCache):
         self.make_state_metadata()
         for name, tensor in self.shared_memory.states.items():  # megatron reads these attributes
             setattr(self, f"mamba_{name}_states", tensor)
-        for name, tensor in self.shared_memory.drafted.items():
-            setattr(self, f"mamba_intermediate_{name}_states", tensor)
         self.shared_memory_buffer = self.shared_memory.buffer  # the others are views of it
         self.offload_with_engine(["shared_memory_buffer"])
 
@@ -133,21 +133,33 @@ class SlotContext(ContextSeam, NoCache):
         return self.states.live.rows(live_indices)
 
     def mamba_states_cache(self, layer_number: int, intermediate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """States of a layer, by row."""
+        """States of a layer, by row; there are none after drafted tokens, and megatron hands on what it gets for these."""
         if not self.is_hybrid_model:
             return super().mamba_states_cache(layer_number, intermediate)
-        states = self.states_of_layer(layer_number, drafted=intermediate)
+        states = self.states_of_layer(layer_number)
         return states["conv"], states["ssm"]
 
-    def states_of_layer(self, layer_number: int, *, drafted: bool = False) -> dict[str, torch.Tensor]:
+    def states_of_layer(self, layer_number: int) -> dict[str, torch.Tensor]:
         """States of a recurrent layer by component name: (rows, *shape), live slots and checkpoints.
 
         Args:
             layer_number: Number of the layer on this pipeline stage, from 1.
-            drafted: Return the states after each drafted token instead, (rows, drafts + 1, *shape).
         """
-        layers = self.states.drafted_layers if drafted else self.states.layers
-        return layers[int(self.layer_map[layer_number - 1])]
+        return self.states.layers[int(self.layer_map[layer_number - 1])]
+
+    def ring_of_layer(self, layer_number: int) -> dict[str, torch.Tensor]:
+        """Its rings by component name: (max_requests, *shape)."""
+        return self.states.rings[int(self.layer_map[layer_number - 1])]
+
+    @property
+    def decode_rows(self) -> RingRows:
+        """The rows that the running step decodes, for the recurrent layers."""
+        return self.states.decodes.rows
+
+    @property
+    def rings(self) -> RingLayout:
+        """What a running request keeps beside its state."""
+        return self.model_states.rings(block_tokens=self.block_size_tokens, drafts=self.num_speculative_tokens)
 
     def deallocate_inference_state_buffers(self) -> None:
         """Drops the tensors of states if megatron deletes them."""
@@ -179,6 +191,14 @@ class SlotContext(ContextSeam, NoCache):
             self.allow_one_token_prefills()
         return result
 
+    def prepare_rows(self, decodes: int) -> None:
+        of_rows = slice(self.paused_request_count, self.total_request_count)
+        columns = self.live_indices, self.request_kv_length_offsets, self.request_query_lengths
+        self.states.decodes.prepare(*(column[of_rows].numpy() for column in columns), decodes=decodes)
+
+    def show_rows(self, live_rows: torch.Tensor) -> None:
+        self.states.decodes.show(live_rows)
+
     def prepare_prefill(self, sequences: int, *, padded_tokens: int, padded_sequences: int) -> None:
         of_rows = slice(self.total_request_count - sequences, self.total_request_count)
         columns = (
@@ -201,6 +221,8 @@ class SlotContext(ContextSeam, NoCache):
         """Rows of states are copied first, so upstream's event covers them, too."""
         if self.prefill_step is not None and self.prefill_is_pending:
             self.prefill_step.copy()
+        if self.states is not None:
+            self.states.decodes.copy()
         self.wrong_tokens.zero_()
         return super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
 
@@ -225,6 +247,8 @@ class SlotContext(ContextSeam, NoCache):
             logits: (1, rows, vocabulary), on the device, of the forward that was launched last: a row for each decoded token and each
                 prefill, or for all tokens.
         """
+        if self.states is not None:
+            self.states.decodes.launched()
         wrong, decoded = self.wrong_tokens[: self.active_token_count], self.active_token_count
         if self.num_prefill_requests:
             decoded = self.decoded_tokens

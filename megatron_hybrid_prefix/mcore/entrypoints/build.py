@@ -11,7 +11,6 @@ from megatron_hybrid_prefix.mcore.entrypoints.install import CONTEXT_IN_CUDA_GRA
 from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
 from megatron_hybrid_prefix.platform import patched_machine, replace_names
 from megatron_hybrid_prefix.platform.sizes import check_sizes
-from megatron_hybrid_prefix.pool.pages import own_bytes
 from megatron_hybrid_prefix.sampling import drafts_problem
 from megatron_hybrid_prefix.text.tokenizer import ByteTokenizer, Tokenizer
 from megatron_hybrid_prefix.upstream.check import check_overrides
@@ -205,6 +204,7 @@ def _block_problem(model: Any, config: InferenceConfig) -> str | None:
 
 def _budget_problem(model: Any, config: InferenceConfig, prefix: HybridPrefixConfig | None) -> str | None:
     """The settings that do not fit, in one line; checked here before upstream asserts on it, now or in a later step."""
+    from megatron_hybrid_prefix.mcore.state.budget import megatrons_bytes
     from megatron_hybrid_prefix.mcore.state.layout import states_of_config
 
     tp = model.config.tensor_model_parallel_size
@@ -219,7 +219,7 @@ def _budget_problem(model: Any, config: InferenceConfig, prefix: HybridPrefixCon
     if state is None or (config.mamba_memory_ratio if prefix is None else prefix.cache_gb) is not None:
         return None
     state_bytes = states_of_config(state).slots.slot_bytes
-    need_bytes = own_bytes(state_bytes, own_slots=config.max_requests, drafts=config.num_speculative_tokens)
+    need_bytes = config.max_requests * megatrons_bytes(state_bytes, config.num_speculative_tokens)
     have_bytes = (config.buffer_size_gb + (config.paused_buffer_size_gb or 0)) * 2**30
     if need_bytes >= have_bytes:
         return (

@@ -15,10 +15,11 @@ from megatron_hybrid_prefix.support.arithmetic import ceil_div, round_up
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
+    from megatron_hybrid_prefix.pool.layout import RingLayout
     from megatron_hybrid_prefix.upstream.config import InferenceConfig
 
 MOST_REQUESTS = 1024
-"""Default of ``max_requests``, if their states take at most half of the memory."""
+"""Default of ``max_requests``, if their states take at most half of the memory, and their rings a sixteenth."""
 _REQUESTS_MULTIPLE = 4  # megatron rounds batch sizes to it
 
 
@@ -28,21 +29,24 @@ def for_cache_gb(config: InferenceConfig, cache_gb: float, model_config: Transfo
     Megatron takes the states of ``max_requests`` requests from ``buffer_size_gb``, and gives the rest to KV. So it is told a
     budget that is larger by these states. It allocates none of it: `HybridPrefixContext` allocates the memory.
 
-    A collective if ``max_requests`` is not set. Then their states may take half of the memory. Raises MemoryError for more than the
+    A collective if ``max_requests`` is not set. Then their states may take half of the memory, and their rings a sixteenth. Raises MemoryError for more than the
     device has in all: megatron would list the blocks of it before any is allocated.
     """
     if cache_gb * 2**30 > (there := total_bytes()):
         raise MemoryError(f"cache_gb={cache_gb}: cannot allocate it: there are {there / 2**30:.4g} GiB in all")
     state = config.mamba_inference_state_config
     assert state is not None
-    request_bytes = own_bytes(
-        states_of_config(state).slots.slot_bytes, own_slots=1, drafts=config.num_speculative_tokens
-    )
+    states = states_of_config(state)
+    request_bytes = megatrons_bytes(states.slots.slot_bytes, config.num_speculative_tokens)
+    rings = states.rings(block_tokens=config.block_size_tokens, drafts=config.num_speculative_tokens)
     requests = config.max_requests
     if requests is None:
         multiple = math.lcm(_REQUESTS_MULTIPLE, model_config.tensor_model_parallel_size)
         most = min(MOST_REQUESTS, config.max_tokens or MOST_REQUESTS)
-        fitting = int(cache_gb * 2**30) // 2 // request_bytes if request_bytes else most
+        cache_bytes, states_bytes = int(cache_gb * 2**30), states.slots.slot_bytes
+        fitting = min(
+            [most, *(cache_bytes // part // size for part, size in ((2, states_bytes), (16, rings.bytes(1))) if size)]
+        )
         requests = min_over_model_ranks(min(most, fitting), config.pg_collection)
         requests = max(1, requests // multiple) * multiple
     return dataclasses.replace(
@@ -52,23 +56,34 @@ def for_cache_gb(config: InferenceConfig, cache_gb: float, model_config: Transfo
     )
 
 
+def megatrons_bytes(state_bytes: int, drafts: int) -> int:
+    """Bytes that megatron counts for the states of a request: with drafts also one after each token of a step."""
+    return state_bytes * (drafts + 2 if drafts else 1)
+
+
 def agree_on_budget(
-    memory_bytes: int, *, block_bytes: int, state_bytes: int, max_requests: int, drafts: int, option: str, groups: Any
+    memory_bytes: int,
+    *,
+    block_bytes: int,
+    state_bytes: int,
+    rings: RingLayout,
+    max_requests: int,
+    option: str,
+    groups: Any,
 ) -> tuple[PageLayout, bool]:
     """The layout of the memory, with the same numbers of blocks on all ranks. A collective.
 
     Pipeline stages differ in their layers: pages are those of the stage whose states are largest, in blocks. Each stage pads
     its own blocks, if need be.
 
-    With drafts the kernels find the states after each token by the slot of the request. So these requests have slots of their
-    own, and so they do in a memory that has no room for more.
+    Running requests have slots of their own in a memory that has no room for more.
 
     Args:
         memory_bytes: Budget on this rank.
         block_bytes: Bytes of a KV block on this rank, without padding.
         state_bytes: Bytes of a state on this rank; 0 on a stage without recurrent layers.
+        rings: What a running request has beside it.
         max_requests: Maximum of running requests.
-        drafts: Tokens drafted for speculative decoding.
         option: The budget in words, for the error.
         groups: Megatron's process groups.
 
@@ -84,21 +99,21 @@ def agree_on_budget(
     step_bytes = max(block_bytes, step_bytes)
 
     def blocks_beside(own_slots: int) -> int:
-        left = memory_bytes - own_bytes(state_bytes, own_slots=own_slots, drafts=drafts)
+        left = memory_bytes - own_bytes(state_bytes, rings, own_slots=own_slots, requests=max_requests)
         return min_over_model_ranks(left // step_bytes, groups) - 1  # the last one is megatron's dummy block
 
-    blocks = 0 if drafts else blocks_beside(1)
+    blocks = blocks_beside(1)
     live_states = blocks > page.page_blocks
     if not live_states:
         blocks = blocks_beside(max_requests)
     if blocks < 1:
-        needs = [own_bytes(state_bytes, own_slots=max_requests, drafts=drafts) + 2 * step_bytes]
-        if not drafts:
-            needs.append(state_bytes + (page.page_blocks + 2) * step_bytes)
-        least = min(max_over_model_ranks(needs, groups))  # another rank may be the tight one
-        of_drafts = f", with {drafts} drafts for each of {max_requests} requests," if drafts else ""
+        of_rings = rings.bytes(max_requests, ALIGNMENT_BYTES)
+        needs = [max_requests * state_bytes + 2 * step_bytes, state_bytes + (page.page_blocks + 2) * step_bytes]
+        least = min(
+            max_over_model_ranks([need + of_rings for need in needs], groups)
+        )  # another rank may be the tight one
         raise ValueError(
-            f"{option} is too small: {memory_bytes / 2**20:.2f} MiB have no room for a state and a KV block; they{of_drafts} need "
-            f"{least / 2**20:.2f} MiB"
+            f"{option} is too small: {memory_bytes / 2**20:.2f} MiB have no room for a state and a KV block; with the rings of "
+            f"{max_requests} requests they need {least / 2**20:.2f} MiB"
         )
     return dataclasses.replace(page, block_bytes=step_bytes, state_bytes=state_bytes, total_blocks=blocks), live_states

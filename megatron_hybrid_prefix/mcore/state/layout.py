@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_hybrid_prefix.layers.base import KINDS, LayerKind, dtype_name
-from megatron_hybrid_prefix.layers.components import mamba2_components
+from megatron_hybrid_prefix.layers.components import mamba2_components, rings_of
 from megatron_hybrid_prefix.layers.gated_delta_net import KIND as GATED_DELTA_NET
 from megatron_hybrid_prefix.layers.kinds import layer_kinds, recurrent_modules
 from megatron_hybrid_prefix.layers.mamba2 import KIND as MAMBA2
 from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages, stage_count
-from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
+from megatron_hybrid_prefix.pool.layout import RingLayout, SlotLayout, StateComponent, StateLayout
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
 from megatron_hybrid_prefix.upstream.moe import routers_of
 from megatron_hybrid_prefix.upstream.state_config import (
@@ -55,6 +55,11 @@ class ModelStates:
     quanta: tuple[int, ...]
     kind_of_layer: tuple[str, ...]
     routers: int = 0
+
+    def rings(self, *, block_tokens: int, drafts: int) -> RingLayout:
+        """What a running request keeps beside its state."""
+        of_kinds = {layout.kind: KINDS[layout.kind].ring for layout in self.slots.kinds}
+        return rings_of(self.slots, of_kinds, block_tokens=block_tokens, step_tokens=drafts + 1)
 
     @property
     def uncaptured(self) -> list[str]:

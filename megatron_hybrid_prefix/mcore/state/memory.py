@@ -1,4 +1,4 @@
-"""`StateMemory`: the recurrent states of a context on the device, and the `PrefillStep` that addresses them."""
+"""`StateMemory`: the recurrent states and rings of a context on the device, and the steps that address them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_hybrid_prefix.layers.step import PrefillStep
+from megatron_hybrid_prefix.layers.base import KINDS
+from megatron_hybrid_prefix.layers.step import DecodeStep, PrefillStep
 from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.mcore.state.layout import ModelStates
+    from megatron_hybrid_prefix.pool.layout import StateLayout
 
 
 class LiveSlots:
@@ -56,7 +58,7 @@ class LiveSlots:
 
 
 class StateMemory:
-    """The states of running requests and checkpoints, and the states after each drafted token.
+    """The states of running requests and checkpoints, and the rings of running requests.
 
     Args:
         states: The model's states.
@@ -68,9 +70,10 @@ class StateMemory:
 
     Attributes:
         layers: States of each recurrent layer of this stage by component name: (rows, *shape).
-        drafted_layers: The same of the states after each drafted token: (rows, drafts + 1, *shape).
+        rings: The same of their rings: (max_requests, *shape).
         live: Slots of running requests.
         step: What the next step prefills.
+        decodes: What it decodes.
     """
 
     def __init__(
@@ -83,48 +86,36 @@ class StateMemory:
         block_tokens: int,
         max_tokens: int,
     ) -> None:
-        self.memory = memory
+        self.memory, self._kinds = memory, states.kind_of_layer
         # Where the cache gives slots, all rows without a request use one slot: what they write there is never read.
         self.live = LiveSlots([0] * max_requests if live_states else range(max_requests), memory.row)
+        device = memory.buffer.device
         self.step = PrefillStep(
             quanta=states.quanta,
             block_tokens=block_tokens,
             max_tokens=max_tokens,
             max_sequences=max_requests,
-            device=memory.buffer.device,
+            device=device,
         )
+        self.decodes = DecodeStep(memory.ring_layout.tokens, max_requests=max_requests, device=device)
         # Views are made once: every layer needs them in every step.
-        kinds, layouts = states.kind_of_layer, {layout.kind: layout for layout in states.slots.kinds}
-        places = [(layouts[kind], kinds[:number].count(kind)) for number, kind in enumerate(kinds)]
-        self.layers, self.drafted_layers = (
-            [
-                {each.name: tensors[each.name][layer] for each in layout.components}
-                for layout, layer in places
-                if tensors
-            ]
-            for tensors in (memory.states, memory.drafted)
+        self.layers, self.rings = (
+            [self._views(tensors, layouts, number) for number in range(len(self._kinds))]
+            for tensors, layouts in ((memory.states, states.slots.kinds), (memory.rings, memory.ring_layout.kinds))
         )
 
-    def roll_back(self, rows: torch.Tensor, forward_tokens: torch.Tensor) -> None:
-        """Live states become those after a token of the last forward.
+    def _views(
+        self, tensors: dict[str, torch.Tensor], layouts: Sequence[StateLayout], number: int
+    ) -> dict[str, torch.Tensor]:
+        """Those of a recurrent layer, by its number."""
+        kind = self._kinds[number]
+        names = [component.name for layout in layouts if layout.kind == kind for component in layout.components]
+        return {name: tensors[name][self._kinds[:number].count(kind)] for name in names}
 
-        Args:
-            rows: (requests,) integer on the device: rows of the live states; negative: nothing.
-            forward_tokens: (requests,) integer on the device: which token, from 0.
-        """
-        rows = rows.long()
-        self.memory.copy_rows(torch.where(rows < 0, rows, self.memory.row_after(rows, forward_tokens)), rows)
-
-    def copy_decoded(self, targets: list[int], live_slots: list[int], forward_tokens: list[int]) -> None:
-        """Copy states of decoding requests to checkpoint slots.
-
-        Args:
-            targets: Checkpoint slots.
-            live_slots: Live slots of the requests.
-            forward_tokens: For each state: the token of the last forward, from 0, that it follows. Used with drafts only.
-        """
-        rows = [self.memory.row(slot) for slot in live_slots]
-        if self.memory.drafted:
-            # The live state follows the last accepted token; `drafted` has the states after each token.
-            rows = [self.memory.row_after(row, token) for row, token in zip(rows, forward_tokens, strict=True)]
-        self.memory.copy(rows, targets)
+    def flush(self, live_indices: Sequence[int], ends: Sequence[int], kept: Sequence[int]) -> None:
+        """Live states advance to ``ends``, in tokens of their requests, and are written to slots ``kept``, too, unless those are negative."""
+        slots = [self.memory.row(self.live.slot(index)) for index in live_indices]
+        targets = [slot if slot < 0 else self.memory.row(slot) for slot in kept]
+        rows = self.decodes.flushed(live_indices, ends, slots, targets)
+        for kind, layer, ring in zip(self._kinds, self.layers, self.rings, strict=True):
+            KINDS[kind].flush(layer, ring, rows)
