@@ -18,8 +18,8 @@ from megatron_hybrid_prefix.ops.triton_or_torch import jit, runs_kernel, tl, tri
 
 _CHANNELS = 128  # of a program of the convolution, one a thread: no value moves between threads
 _ELEMENTS = 8192  # of a state that a program reads: 64 rows of 128
-_WARPS, _PART = 2, 16  # of a program; rows of a state that it flushes at once
-_PRECISION = "ieee"
+_WARPS, _PART = 2, 8  # of a program; rows of a state that it flushes at once
+_PRECISION, _REGISTERS = "ieee", None  # of a flush's products; at most, of a thread
 
 
 def convolve_tokens(
@@ -272,6 +272,7 @@ def tile_of(headdim: int, d_state: int, entries: int) -> dict[str, Any]:
         "BLOCK_E": max(16, triton.next_power_of_2(entries)),
         "PART": min(_PART, tile["BLOCK_P"]),
         "PRECISION": _PRECISION,
+        "maxnreg": _REGISTERS,
     }
 
 
