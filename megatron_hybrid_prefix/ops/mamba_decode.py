@@ -18,7 +18,8 @@ from megatron_hybrid_prefix.ops.triton_or_torch import jit, runs_kernel, tl, tri
 
 _CHANNELS = 128  # of a program of the convolution, one a thread: no value moves between threads
 _ELEMENTS = 8192  # of a state that a program reads: 64 rows of 128
-_WARPS = 4
+_WARPS, _PART = 2, 8  # of a program; rows of a state that it flushes at once
+_PRECISION, _REGISTERS = "ieee", None  # of a flush's products; at most, of a thread
 
 
 def convolve_tokens(
@@ -236,8 +237,8 @@ def _launch(
     """Runs the kernel; ``tensors`` and ``strides`` are those that a flush does without."""
     _, heads, headdim, d_state = states.shape
     assert states[0].is_contiguous() and inputs[0].is_contiguous() and steps[0].is_contiguous()
-    entries, tile = inputs.shape[1], tile_of(headdim, d_state)
-    assert steps.shape[1] == entries and steps.dtype == torch.float32
+    assert steps.shape[1] == inputs.shape[1] and steps.dtype == torch.float32
+    tile = tile_of(headdim, d_state, inputs.shape[1] - constants["TOKENS"])
     if len(rows.slots):
         _update_kernel[(triton.cdiv(headdim, tile["BLOCK_P"]), heads, len(rows.slots))](
             *tensors,
@@ -249,23 +250,30 @@ def _launch(
             states.stride(0),
             inputs.stride(0),
             steps.stride(0),
-            entries,
             heads,
-            (inputs.shape[2] - heads * headdim) // d_state,
             P=headdim,
             N=d_state,
+            REPEAT=heads * d_state // (inputs.shape[2] - heads * headdim),
+            ENTRIES=inputs.shape[1],
             OF_D=headdim if tensors[3].numel() > heads else 1,
-            ENTRIES=max(16, triton.next_power_of_2(entries - constants["TOKENS"])),
             **constants,
             **tile,
         )
 
 
-def tile_of(headdim: int, d_state: int) -> dict[str, Any]:
-    """How many rows of a matrix (headdim, d_state) a program reads, and in how many warps: the same for any number of matrices."""
-    width = triton.next_power_of_2(d_state)
-    rows = min(triton.next_power_of_2(headdim), max(1, _ELEMENTS // width))
-    return {"BLOCK_P": rows, "BLOCK_N": width, "num_warps": _WARPS}
+def tile_of(headdim: int, d_state: int, entries: int) -> dict[str, Any]:
+    """What a program reads of a matrix (headdim, d_state) and of entries, in so many warps: the same for any number of matrices.
+
+    Most of its work is the same in all warps, so there are few.
+    """
+    width, most = triton.next_power_of_2(d_state), triton.next_power_of_2(headdim)
+    tile = {"BLOCK_P": min(most, max(1, _ELEMENTS // width)), "BLOCK_N": width, "num_warps": _WARPS}
+    return tile | {
+        "BLOCK_E": max(16, triton.next_power_of_2(entries)),
+        "PART": min(_PART, tile["BLOCK_P"]),
+        "PRECISION": _PRECISION,
+        "maxnreg": _REGISTERS,
+    }
 
 
 @jit
@@ -369,8 +377,8 @@ def _update_kernel(
     z_ptr: tl.tensor,  # (rows, TOKENS, heads x P), strided over rows and tokens; unused without GATE
     out_ptr: tl.tensor,  # (rows, TOKENS, heads x P), contiguous
     states_ptr: tl.tensor,  # (slots, heads, P, N), strided over slots
-    inputs_ptr: tl.tensor,  # (rings, entries, heads x P + groups x N), strided over rings
-    steps_ptr: tl.tensor,  # (rings, entries, 2, heads) float32, strided over rings
+    inputs_ptr: tl.tensor,  # (rings, ENTRIES, heads x P + groups x N), strided over rings
+    steps_ptr: tl.tensor,  # (rings, ENTRIES, 2, heads) float32, strided over rings
     slots_ptr: tl.tensor,  # (rows,), as the next
     rings_ptr: tl.tensor,
     positions_ptr: tl.tensor,
@@ -384,108 +392,100 @@ def _update_kernel(
     stride_slot: tl.int64,
     stride_inputs: tl.int64,
     stride_steps: tl.int64,
-    entries: tl.tensor,
     heads: tl.tensor,
-    groups: tl.tensor,
     P: tl.constexpr,
     N: tl.constexpr,
-    OF_D: tl.constexpr,
+    REPEAT: tl.constexpr,
     ENTRIES: tl.constexpr,
+    OF_D: tl.constexpr,
     GATE: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PART: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:
     """One program: BLOCK_P rows of one head's matrix, for the tokens of one row. No program overwrites what another reads."""
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    in_p, in_n, number = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, ENTRIES)
-    p_mask, n_mask = in_p < P, in_n < N
-    in_head = head * P + in_p
+    in_p, in_n, number = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_E)
+    # Masks are constants where they can be; what is the same for all elements is added to pointers first.
+    p_mask = in_p < P - part * BLOCK_P if P % BLOCK_P else tl.full([BLOCK_P], 1, tl.int1)
+    n_mask = in_n < N if N % BLOCK_N else tl.full([BLOCK_N], 1, tl.int1)
+    channel = head * P + part * BLOCK_P
+    of_out = out_ptr + row * TOKENS * heads * P + channel + in_p
     slot, kept = tl.load(slots_ptr + row), tl.load(kept_ptr + row)
     position, origin, end = tl.load(positions_ptr + row), tl.load(origins_ptr + row), tl.load(ends_ptr + row)
     if slot < 0:
-        for token in tl.static_range(TOKENS):
-            of_out = out_ptr + (row * TOKENS + token) * heads * P + in_head
-            tl.store(of_out, tl.zeros([BLOCK_P], dtype=out_ptr.dtype.element_ty), mask=p_mask)
+        for now in tl.static_range(TOKENS):
+            zeros = tl.zeros([BLOCK_P], dtype=out_ptr.dtype.element_ty)
+            tl.store(of_out + now * heads * P, zeros, mask=p_mask)
         return
-    ring, width, group = tl.load(rings_ptr + row), heads * P + groups * N, head // (heads // groups)
+    ring, width = tl.load(rings_ptr + row), heads * P + heads // REPEAT * N
     of_inputs, of_steps = inputs_ptr + ring * stride_inputs, steps_ptr + ring * stride_steps + head
-    in_B = heads * P + group * N + in_n
-    mask = p_mask[:, None] & n_mask[None, :]
-    in_state = in_head[:, None] * N + in_n[None, :]
-    of_state = states_ptr + slot * stride_slot + in_state
+    to_B = heads * P + head // REPEAT * N
+    of_state, in_state = states_ptr + slot * stride_slot + channel * N, in_p[:, None] * N + in_n[None, :]
     if end > origin:
-        at, after = entry_at(origin, number, entries), entry_at(origin, number + 1, entries)
-        inside = number < end - origin
-        state = tl.load(of_state, mask=mask, other=0.0).to(tl.float32)
-        of_entry = of_inputs + at[:, None] * width
-        x = tl.load(of_entry + in_head[None, :], mask=inside[:, None] & p_mask[None, :], other=0.0).to(tl.float32)
-        B = tl.load(of_entry + in_B[None, :], mask=inside[:, None] & n_mask[None, :], other=0.0).to(tl.float32)
-        step = tl.load(of_steps + 2 * at * heads, mask=inside, other=0.0)
-        decay = tl.load(of_steps + (2 * at + 1) * heads, mask=inside, other=0.0)
-        later = tl.load(of_steps + (2 * after + 1) * heads, mask=number + 1 < end - origin, other=0.0)
-        x *= (step * tl.exp(tl.cumsum(later, 0, reverse=True)))[:, None]
-        state = tl.dot(tl.trans(x), B, acc=state * tl.exp(tl.sum(decay, 0)), input_precision="ieee")
-        tl.store(of_state, state.to(states_ptr.dtype.element_ty), mask=mask)
+        at, after, count = entry_at(origin, number, ENTRIES), entry_at(origin, number + 1, ENTRIES), end - origin
+        step = tl.load(of_steps + 2 * at * heads, mask=number < count, other=0.0)
+        decay = tl.load(of_steps + (2 * at + 1) * heads, mask=number < count, other=0.0)
+        later = tl.load(of_steps + (2 * after + 1) * heads, mask=number + 1 < count, other=0.0)
+        weight, left = step * tl.exp(tl.cumsum(later, 0, reverse=True)), tl.exp(tl.sum(decay, 0))
+        of_entry, inside = of_inputs + at[:, None] * width, (number < count)[:, None]
+        B = tl.load(of_entry + to_B + in_n[None, :], mask=inside & n_mask[None, :], other=0.0).to(tl.float32)
+        for first in range(0, BLOCK_P, PART):  # few registers
+            some = first + tl.arange(0, PART)
+            some_mask = some < P - part * BLOCK_P if P % BLOCK_P else tl.full([PART], 1, tl.int1)
+            at_some, mask = of_state + some[:, None] * N + in_n[None, :], some_mask[:, None] & n_mask[None, :]
+            x = tl.load(of_entry + channel + some[None, :], mask=inside & some_mask[None, :], other=0.0)
+            x = tl.trans(x.to(tl.float32) * weight[:, None])
+            state = tl.load(at_some, mask=mask, other=0.0).to(tl.float32) * left
+            state += tl.dot(x, B, input_precision=PRECISION)
+            tl.store(at_some, state.to(states_ptr.dtype.element_ty), mask=mask)
         tl.debug_barrier()  # it is read again, by other threads: rounded, and as a step without a flush has it
-    state = tl.load(of_state, mask=mask, other=0.0)
+    mask = p_mask[:, None] & n_mask[None, :]
+    state = tl.load(of_state + in_state, mask=mask, other=0.0)
     if kept >= 0:
-        tl.store(states_ptr + kept * stride_slot + in_state, state, mask=mask)
+        tl.store(states_ptr + kept * stride_slot + channel * N + in_state, state, mask=mask)
     if TOKENS > 0:
         # Entries since the end, then the tokens themselves; of those, ``token`` says which, and is negative for others.
         token = number - (position - end)
-        old, new = (token < 0)[:, None], ((token >= 0) & (token < TOKENS))[:, None]
-        at, after = entry_at(end, number, entries), entry_at(end, number + 1, entries)
-        of_entry, of_new = of_inputs + at[:, None] * width, xBC_ptr + row * TOKENS * (width + groups * N)
-        of_token = of_new + token[:, None] * (width + groups * N)
-        x = tl.load(of_entry + in_head[None, :], mask=old & p_mask[None, :], other=0.0)
-        x_new = tl.load(of_token + in_head[None, :], mask=new & p_mask[None, :], other=0.0)
-        B = tl.load(of_entry + in_B[None, :], mask=old & n_mask[None, :], other=0.0)
-        B_new = tl.load(of_token + in_B[None, :], mask=new & n_mask[None, :], other=0.0)
+        at, after = entry_at(end, number, ENTRIES), entry_at(end, number + 1, ENTRIES)
+        of_entry = of_inputs + at * width
+        of_new = xBC_ptr + row * TOKENS * (width + heads // REPEAT * N)
+        of_each = tl.where(token < 0, of_entry, of_new + token * (width + heads // REPEAT * N))[:, None]
+        x = tl.load(of_each + channel + in_p[None, :], mask=(token < TOKENS)[:, None] & p_mask[None, :], other=0.0)
+        B = tl.load(of_each + to_B + in_n[None, :], mask=(token < TOKENS)[:, None] & n_mask[None, :], other=0.0)
+        step = tl.load(of_steps + 2 * at * heads, mask=token < 0, other=0.0)
+        later = tl.load(of_steps + (2 * after + 1) * heads, mask=token < -1, other=0.0)
         A, bias = tl.load(A_ptr + head), tl.load(dt_bias_ptr + head).to(tl.float32)
-        of_dt = dt_ptr + row * stride_dt_row + head
-        step = _step(of_dt, of_steps, token, at, heads, stride_dt_token, bias, TOKENS)
-        later = A * _step(of_dt, of_steps, token + 1, after, heads, stride_dt_token, bias, TOKENS)
-        tl.store(of_entry + in_head[None, :], x_new, mask=new & p_mask[None, :])
-        if part == 0:
-            own = (token >= 0) & (token < TOKENS)
-            tl.store(of_steps + 2 * at * heads, step, mask=own)
-            tl.store(of_steps + (2 * at + 1) * heads, step * A, mask=own)
-            if head % (heads // groups) == 0:
-                tl.store(of_entry + in_B[None, :], B_new, mask=new & n_mask[None, :])
-        x, B = tl.where(new, x_new, x).to(tl.float32), tl.where(new, B_new, B).to(tl.float32)
-        state = state.to(tl.float32)
-        of_D = D_ptr + (head if OF_D == 1 else in_head)
-        D = tl.load(of_D).to(tl.float32) if OF_D == 1 else tl.load(of_D, mask=p_mask, other=0.0).to(tl.float32)
+        D = tl.load(D_ptr + head) if OF_D == 1 else tl.load(D_ptr + channel + in_p, mask=p_mask, other=0.0)
         for now in tl.static_range(TOKENS):
-            of_now = of_new + now * (width + groups * N)
-            C = tl.load(of_now + width + group * N + in_n, mask=n_mask, other=0.0).to(tl.float32)
-            sums = tl.cumsum(tl.where(token < now, later, 0.0), 0, reverse=True)
-            weight = tl.where(token <= now, tl.sum(B * C[None, :], 1) * step * tl.exp(sums), 0.0)
-            y = tl.sum(state * C[None, :], 1) * tl.exp(tl.sum(tl.where(token <= now, step * A, 0.0), 0))
-            y += tl.sum(tl.where((token <= now)[:, None], x, 0.0) * weight[:, None], 0)
-            y += D * tl.load(of_now + in_head, mask=p_mask, other=0.0).to(tl.float32)
+            dt = tl.load(dt_ptr + row * stride_dt_row + now * stride_dt_token + head).to(tl.float32)
+            dt = stable_softplus(dt + bias)
+            step = tl.where(token == now, dt, step)
+            later = tl.where(token + 1 == now, dt * A, later)
+        for now in tl.static_range(TOKENS):
+            of_now = of_new + now * (width + heads // REPEAT * N)
+            C = tl.load(of_now + heads // REPEAT * N + to_B + in_n, mask=n_mask, other=0.0).to(tl.float32)
+            x_now = tl.load(of_now + channel + in_p, mask=p_mask, other=0.0).to(tl.float32)
+            y = tl.sum(state.to(tl.float32) * C[None, :], 1)
+            y *= tl.exp(tl.sum(tl.where(token <= now, step * A, 0.0), 0))
+            weight = tl.sum(B.to(tl.float32) * C[None, :], 1) * step
+            weight *= tl.exp(tl.cumsum(tl.where(token < now, later, 0.0), 0, reverse=True))
+            seen = x.to(tl.float32)
+            if TOKENS > 1:  # of later ones not even NaN
+                weight, seen = tl.where(token <= now, weight, 0.0), tl.where((token <= now)[:, None], seen, 0.0)
+            y += tl.sum(seen * weight[:, None], 0) + D.to(tl.float32) * x_now
             if GATE:
-                of_z = z_ptr + row * stride_z_row + now * stride_z_token + in_head
+                of_z = z_ptr + row * stride_z_row + now * stride_z_token + channel + in_p
                 z = tl.load(of_z, mask=p_mask, other=0.0).to(tl.float32)
                 y *= z / (1.0 + tl.exp(-z))
-            of_out = out_ptr + (row * TOKENS + now) * heads * P + in_head
-            tl.store(of_out, y.to(out_ptr.dtype.element_ty), mask=p_mask)
-
-
-@jit
-def _step(
-    of_dt: tl.tensor,
-    of_steps: tl.tensor,
-    token: tl.tensor,
-    at: tl.tensor,
-    heads: tl.tensor,
-    stride_token: tl.int64,
-    bias: tl.tensor,
-    TOKENS: tl.constexpr,
-) -> tl.tensor:
-    """(entries,) float32: dt after softplus, of the ring's entries before a step's tokens, and of these; zero after them."""
-    new = (token >= 0) & (token < TOKENS)
-    dt = tl.load(of_dt + token * stride_token, mask=new, other=0.0).to(tl.float32)
-    before = tl.load(of_steps + 2 * at * heads, mask=token < 0, other=0.0)
-    return tl.where(new, stable_softplus(dt + bias), before)
+            tl.store(of_out + now * heads * P, y.to(out_ptr.dtype.element_ty), mask=p_mask)
+        new = (token >= 0) & (token < TOKENS)
+        tl.store(of_entry[:, None] + channel + in_p[None, :], x, mask=new[:, None] & p_mask[None, :])
+        if part == 0:
+            tl.store(of_steps + 2 * at * heads, step, mask=new)
+            tl.store(of_steps + (2 * at + 1) * heads, step * A, mask=new)
+            if head % REPEAT == 0:
+                tl.store(of_entry[:, None] + to_B + in_n[None, :], B, mask=new[:, None] & n_mask[None, :])
