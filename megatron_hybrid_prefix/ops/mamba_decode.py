@@ -17,9 +17,10 @@ from megatron_hybrid_prefix.ops.rings import RingRows, entry_at, sums_after
 from megatron_hybrid_prefix.ops.triton_or_torch import jit, runs_kernel, tl, triton
 
 _CHANNELS = 128  # of a program of the convolution, one a thread: no value moves between threads
-_ELEMENTS = 8192  # of a state that a program reads: 64 rows of 128
-_WARPS, _PART = 2, 8  # of a program; rows of a state that it flushes at once
-_PRECISION, _REGISTERS = "ieee", None  # of a flush's products; at most, of a thread
+_BYTES, _WARPS, _REGISTERS = 16384, 2, None  # of a state that a program reads; of a program; of a thread at most
+# Rows of a state that a flush multiplies at once, which costs registers, and how, by the bytes of the state's type: what is rounded to
+# 16 bits in three products of tensor cores.
+_FLUSH = {2: (16, "tf32x3"), 4: (8, "ieee")}
 
 
 def convolve_tokens(
@@ -238,7 +239,7 @@ def _launch(
     _, heads, headdim, d_state = states.shape
     assert states[0].is_contiguous() and inputs[0].is_contiguous() and steps[0].is_contiguous()
     assert steps.shape[1] == inputs.shape[1] and steps.dtype == torch.float32
-    tile = tile_of(headdim, d_state, inputs.shape[1] - constants["TOKENS"])
+    tile = tile_of(headdim, d_state, states.element_size(), inputs.shape[1] - constants["TOKENS"], constants["TOKENS"])
     if len(rows.slots):
         _update_kernel[(triton.cdiv(headdim, tile["BLOCK_P"]), heads, len(rows.slots))](
             *tensors,
@@ -261,19 +262,16 @@ def _launch(
         )
 
 
-def tile_of(headdim: int, d_state: int, entries: int) -> dict[str, Any]:
+def tile_of(headdim: int, d_state: int, itemsize: int, entries: int, tokens: int) -> dict[str, Any]:
     """What a program reads of a matrix (headdim, d_state) and of entries, in so many warps: the same for any number of matrices.
 
-    Most of its work is the same in all warps, so there are few.
+    Most of its work is the same in all warps, so there are few, but enough to hold all in registers.
     """
-    width, most = triton.next_power_of_2(d_state), triton.next_power_of_2(headdim)
-    tile = {"BLOCK_P": min(most, max(1, _ELEMENTS // width)), "BLOCK_N": width, "num_warps": _WARPS}
-    return tile | {
-        "BLOCK_E": max(16, triton.next_power_of_2(entries)),
-        "PART": min(_PART, tile["BLOCK_P"]),
-        "PRECISION": _PRECISION,
-        "maxnreg": _REGISTERS,
-    }
+    width, together = triton.next_power_of_2(d_state), max(16, triton.next_power_of_2(entries))
+    rows = min(triton.next_power_of_2(headdim), max(1, _BYTES // (width * itemsize)))
+    part, precision = _FLUSH[itemsize]
+    tile = {"BLOCK_P": rows, "BLOCK_N": width, "BLOCK_E": together, "PART": min(part, rows), "PRECISION": precision}
+    return tile | {"num_warps": _WARPS * (2 if tokens > 1 or together > 32 else 1), "maxnreg": _REGISTERS}
 
 
 @jit
