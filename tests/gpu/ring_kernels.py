@@ -13,6 +13,7 @@ import ast
 import itertools
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import ModuleType
 from unittest.mock import patch
 
@@ -146,8 +147,9 @@ def main() -> None:
     args = parser.parse_args()
     print(torch.cuda.get_device_name(), flush=True)
     for kind, tiles in itertools.product(KERNELS, args.tiles):
-        words = [word.partition("=") for word in tiles.split(";") if word]
-        with patch.multiple(kind.module, **{name: ast.literal_eval(value) for name, _, value in words}):
+        with ExitStack() as changed:
+            for name, _, value in (word.partition("=") for word in tiles.split(";") if word):
+                changed.enter_context(patch.object(kind.module, name, ast.literal_eval(value)))
             table(kind, tiles, args.rows, args.rings)
 
 
