@@ -1,6 +1,6 @@
 """Kernels of a decode with rings (a layer of `hybrid-4b`), beside a copy of as many bytes. On a GPU::
 
-    python -m tests.gpu.ring_kernels [--rows 8,32,64,256] [--rings 16,32,64] [--tiles _WARPS=2 _WARPS=4,_ELEMENTS=4096]
+    python -m tests.gpu.ring_kernels [--rows 8,32,64,256] [--rings 16,32,64] [--tiles "" "_WARPS=4;_BYTES=8192"]
 
 Rows are at random phases: one in R of a step flushes. A CUDA graph runs through several layers' states, so that none is in the L2 cache.
 ``--tiles`` sets constants of a kernel's module, for one run each. First, outputs and states are compared with float64.
@@ -9,10 +9,13 @@ Rows are at random phases: one in R of a step flushes. A CUDA graph runs through
 from __future__ import annotations
 
 import argparse
+import ast
 import itertools
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import ModuleType
+from unittest.mock import patch
 
 import torch
 
@@ -123,6 +126,19 @@ def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
+def table(kind: type[Kernel], tiles: str, of_rows: list[int], of_rings: list[int]) -> None:
+    print(f"{kind.__name__} {tiles}\nstate   R rows       us  copy us     GB/s  of copy", flush=True)
+    for (name, dtype), R in itertools.product(DTYPES.items(), of_rings):
+        check(kind, R, dtype)
+        for rows in of_rows:
+            kernel = kind(rows, R, dtype)
+            us, nbytes = us_of(kernel.run, kernel.layers), kernel.step_bytes
+            del kernel
+            copied = copy_us(nbytes)
+            rate = nbytes / us / 1e3
+            print(f"{name} {R:4} {rows:4} {us:8.1f} {copied:8.1f} {rate:8.0f} {copied / us:8.2f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=numbers, default=[8, 32, 64, 256])
@@ -131,20 +147,10 @@ def main() -> None:
     args = parser.parse_args()
     print(torch.cuda.get_device_name(), flush=True)
     for kind, tiles in itertools.product(KERNELS, args.tiles):
-        for name, _, value in (word.partition("=") for word in tiles.split(",") if word):
-            setattr(kind.module, name, int(value) if value.isdigit() else value)
-        print(f"{kind.__name__} {tiles}\nstate   R rows       us  copy us     GB/s  of copy", flush=True)
-        for (name, dtype), R in itertools.product(DTYPES.items(), args.rings):
-            check(kind, R, dtype)
-            for rows in args.rows:
-                kernel = kind(rows, R, dtype)
-                us, nbytes = us_of(kernel.run, kernel.layers), kernel.step_bytes
-                del kernel
-                copied = copy_us(nbytes)
-                print(
-                    f"{name} {R:4} {rows:4} {us:8.1f} {copied:8.1f} {nbytes / us / 1e3:8.0f} {copied / us:8.2f}",
-                    flush=True,
-                )
+        with ExitStack() as changed:
+            for name, _, value in (word.partition("=") for word in tiles.split(";") if word):
+                changed.enter_context(patch.object(kind.module, name, ast.literal_eval(value)))
+            table(kind, tiles, args.rows, args.rings)
 
 
 if __name__ == "__main__":

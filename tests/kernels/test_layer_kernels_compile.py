@@ -93,12 +93,18 @@ def test_delta_rule(name, dtype, size, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("states", "tokens"), [("bf16", 0), ("bf16", 1), ("fp32", 1), ("fp32", 4)])
-def test_update_of_rings(states, tokens, tmp_path):
-    """The registers suffice: a state is all that a program holds."""
-    entries = ring_entries(16, max(1, tokens))
-    constants = {"P": 64, "N": 128, "REPEAT": 16, "ENTRIES": entries, "OF_D": 1, "GATE": False, "TOKENS": tokens}
-    constants |= mamba_decode.tile_of(64, 128, entries - tokens)
+@pytest.mark.parametrize(
+    ("states", "tokens", "R", "P", "N"),
+    [
+        *((states, tokens, 16, 64, 128) for states in ("bf16", "fp32") for tokens in (0, 1, 4)),
+        *(("bf16", 1, *sizes) for sizes in ((64, 64, 128), (8, 16, 16), (16, 40, 96), (16, 16, 256))),
+    ],
+)
+def test_update_of_rings(states, tokens, R, P, N, tmp_path):
+    """The registers suffice."""
+    entries = ring_entries(R, max(1, tokens))
+    constants = {"P": P, "N": N, "REPEAT": 16, "ENTRIES": entries, "OF_D": 1, "GATE": False, "TOKENS": tokens}
+    constants |= mamba_decode.tile_of(P, N, 2 if states == "bf16" else 4, entries - tokens, tokens)
     options = {key: constants.pop(key) for key in ("num_warps", "maxnreg")}
     types = {"states_ptr": f"*{states}", "A_ptr": "*fp32", "dt_ptr": "*bf16"}
 
