@@ -129,17 +129,14 @@ def update_delta_rule(
     Returns:
         (rows, tokens, value heads, V) in v's type; zero in rows of padding.
     """
-    rings = {"keys": keys, "written": written, "decays": decays}
     if v.dtype != torch.float64 and runs_kernel(v):
-        return update_by_kernel(q, k, v, log_decay, beta, states, rows, **rings, normalise=normalise)
+        return update_by_kernel((q, k, v, log_decay, beta), states, rows, (keys, written, decays), normalise)
     if scope.is_on() and len(v) > 1:  # the shapes of products must not depend on the number of rows
-        one_by_one = []
-        for at in range(len(v)):
-            row = slice(at, at + 1)
-            inputs = q[row], k[row], v[row], log_decay[row], beta[row]
-            own = RingRows(*(tensor[row] for tensor in rows))
-            one_by_one.append(update_delta_rule(*inputs, states, own, **rings, normalise=normalise))
-        return torch.cat(one_by_one)
+        rings = {"keys": keys, "written": written, "decays": decays}
+        each = zip(*(tensor.split(1) for tensor in (q, k, v, log_decay, beta, *rows)), strict=True)
+        return torch.cat(
+            [update_delta_rule(*x[:5], states, RingRows(*x[5:]), **rings, normalise=normalise) for x in each]
+        )
     outputs = torch.zeros_like(v)
     filled = torch.nonzero(rows.slots >= 0).squeeze(1)
     slots, ring, positions, origins, ends, kept = (tensor[filled].long() for tensor in rows)

@@ -177,51 +177,26 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def update_by_kernel(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
+    inputs: tuple[torch.Tensor, ...],
     states: torch.Tensor,
     rows: RingRows,
-    *,
-    keys: torch.Tensor,
-    written: torch.Tensor,
-    decays: torch.Tensor,
+    rings: tuple[torch.Tensor, ...],
     normalise: bool,
 ) -> torch.Tensor:
-    """`update_delta_rule` on a GPU."""
+    """`update_delta_rule` on a GPU, with q, k, v, log-decays and beta, and keys, what is written and decays of the rings."""
+    q, k, v = (contiguous_from(tensor, 2) for tensor in inputs[:3])
     count, tokens, heads, value_size = v.shape
+    key_heads, key_size = k.shape[2:]
     outputs = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not count:
         return outputs
-    q, k, v = (contiguous_from(tensor, 2) for tensor in (q, k, v))
-    assert all(tensor[0].is_contiguous() for tensor in (states, keys, written, decays))
-    options = update_options(count * heads, k.shape[3], value_size, tokens, multiprocessors(v.device))
-    _update_kernel[(triton.cdiv(value_size, options["BLOCK_V"]), heads, count)](
-        q,
-        k,
-        v,
-        log_decay.contiguous(),
-        beta.contiguous(),
-        states,
-        keys,
-        written,
-        decays,
-        outputs,
-        *rows,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *(tensor.stride(0) for tensor in (states, keys, written, decays)),
-        heads,
-        k.shape[2],
-        k.shape[3] ** -0.5,
-        EPSILON,
-        ENTRIES=keys.shape[1],
-        NORMALISE=normalise,
-        **options,
-    )
+    assert all(tensor[0].is_contiguous() for tensor in (states, *rings))
+    options = update_options(count * heads, key_size, value_size, tokens, multiprocessors(v.device))
+    given = q, k, v, *(tensor.contiguous() for tensor in inputs[3:]), states, *rings, outputs, *rows
+    strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *(tensor.stride(0) for tensor in (states, *rings))
+    options |= {"ENTRIES": rings[0].shape[1], "NORMALISE": normalise}
+    grid = triton.cdiv(value_size, options["BLOCK_V"]), heads, count
+    _update_kernel[grid](*given, *strides, heads, key_heads, key_size**-0.5, EPSILON, **options)
     return outputs
 
 
@@ -520,11 +495,9 @@ def _entries(
     back: tl.tensor,
     first: tl.tensor,
     last: tl.tensor,
-    keys_ptr: tl.tensor,  # of the head in the row's ring, as the other two
-    written_ptr: tl.tensor,
-    decays_ptr: tl.tensor,
-    heads: tl.tensor,
-    key_heads: tl.tensor,
+    ring: tuple[
+        tl.tensor, ...
+    ],  # keys, what is written and decays, of the head in the row's ring; heads, and key heads
     in_k: tl.tensor,
     in_v: tl.tensor,
     K: tl.constexpr,
@@ -540,6 +513,7 @@ def _entries(
     """
     at = last - 1 - back - tl.arange(0, BLOCK_E)
     mask, entry = at >= first, at % ENTRIES
+    keys_ptr, written_ptr, decays_ptr, heads, key_heads = ring
     of_keys = keys_ptr + entry[:, None] * (key_heads * K) + in_k[None, :]
     keys = tl.load(of_keys, mask=mask[:, None] & (in_k < K)[None, :], other=0.0)
     of_written = written_ptr + entry[:, None] * (heads * V) + in_v[None, :]
@@ -615,6 +589,7 @@ def _update_kernel(
     key_head = head // (heads // key_heads)
     of_keys, of_decays = keys_ptr + ring * stride_keys + key_head * K, decays_ptr + ring * stride_decays + head
     of_written = written_ptr + ring * stride_written + head * V
+    of_ring = of_keys, of_written, of_decays, heads, key_heads
     in_states = states_ptr + head.to(tl.int64) * K * V + in_k[:, None] * V
     if (end > origin) | (kept >= 0):
         # In parts: it needs no more registers than what all rows do, and its result is read again.
@@ -625,10 +600,7 @@ def _update_kernel(
             if end > origin:
                 added, later = tl.zeros([BLOCK_K, PART_V], tl.float32), 0.0
                 for back in range(0, end - origin, BLOCK_E):
-                    keys, written, after = _entries(
-                        back, origin, end, of_keys, of_written, of_decays, heads, key_heads, in_k, part,
-                        K, V, ENTRIES, BLOCK_E,
-                    )  # fmt: skip
+                    keys, written, after = _entries(back, origin, end, of_ring, in_k, part, K, V, ENTRIES, BLOCK_E)
                     written = written.to(tl.float32) * tl.exp(later + tl.cumsum(after, 0))[:, None]
                     added += _times(tl.trans(keys), written)
                     later += tl.sum(after, 0)
@@ -647,9 +619,7 @@ def _update_kernel(
     beta = tl.load(beta_ptr + of_gates + token * heads, mask=filled, other=0.0).to(tl.float32)
     of_v = v_ptr + row * stride_v_row + (token * stride_v_token)[:, None] + head * V + in_v[None, :]
     v = tl.load(of_v, mask=(filled & (token == both))[:, None] & v_mask[None, :], other=0.0)
-    keys, written, after = _entries(
-        0, end, position, of_keys, of_written, of_decays, heads, key_heads, in_k, in_v, K, V, ENTRIES, BLOCK_E
-    )
+    keys, written, after = _entries(0, end, position, of_ring, in_k, in_v, K, V, ENTRIES, BLOCK_E)
     oldest = tl.load(of_decays + end % ENTRIES * heads, mask=end < position, other=0.0)
     sums = tl.zeros([2 * BLOCK_T, BLOCK_V], tl.float32)
     of_state = states_ptr + slot * stride_slot + head.to(tl.int64) * K * V
@@ -665,9 +635,7 @@ def _update_kernel(
         left = tl.exp(passed[:, None] + (later + tl.cumsum(after, 0))[None, :])
         old += _times(_times(x, tl.trans(keys)) * left, written)
         later += tl.sum(after, 0)
-        keys, written, after = _entries(
-            back, end, position, of_keys, of_written, of_decays, heads, key_heads, in_k, in_v, K, V, ENTRIES, BLOCK_E
-        )
+        keys, written, after = _entries(back, end, position, of_ring, in_k, in_v, K, V, ENTRIES, BLOCK_E)
     unit = tl.full([2 * BLOCK_T], 1.0, tl.float32)
     if NORMALISE:
         unit = 1 / tl.sqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 1) + epsilon)
