@@ -495,9 +495,7 @@ def _entries(
     back: tl.tensor,
     first: tl.tensor,
     last: tl.tensor,
-    ring: tuple[
-        tl.tensor, ...
-    ],  # keys, what is written and decays, of the head in the row's ring; heads, and key heads
+    ring: tl.tuple,  # where keys, what is written and decays of the head lie in the row's ring; heads, and key heads
     in_k: tl.tensor,
     in_v: tl.tensor,
     K: tl.constexpr,
@@ -590,12 +588,12 @@ def _update_kernel(
     of_keys, of_decays = keys_ptr + ring * stride_keys + key_head * K, decays_ptr + ring * stride_decays + head
     of_written = written_ptr + ring * stride_written + head * V
     of_ring = of_keys, of_written, of_decays, heads, key_heads
-    in_states = states_ptr + head.to(tl.int64) * K * V + in_k[:, None] * V
+    of_states = states_ptr + head.to(tl.int64) * K * V
     if (end > origin) | (kept >= 0):
         # In parts: it needs no more registers than what all rows do, and its result is read again.
         for first in range(column * BLOCK_V, column * BLOCK_V + BLOCK_V, PART_V):
             part = first + tl.arange(0, PART_V)
-            mask, of_part = k_mask[:, None] & (part < V)[None, :], in_states + part[None, :]
+            mask, of_part = k_mask[:, None] & (part < V)[None, :], of_states + in_k[:, None] * V + part[None, :]
             state = tl.load(of_part + slot * stride_slot, mask=mask, other=0.0)
             if end > origin:
                 added, later = tl.zeros([BLOCK_K, PART_V], tl.float32), 0.0
@@ -622,11 +620,10 @@ def _update_kernel(
     keys, written, after = _entries(0, end, position, of_ring, in_k, in_v, K, V, ENTRIES, BLOCK_E)
     oldest = tl.load(of_decays + end % ENTRIES * heads, mask=end < position, other=0.0)
     sums = tl.zeros([2 * BLOCK_T, BLOCK_V], tl.float32)
-    of_state = states_ptr + slot * stride_slot + head.to(tl.int64) * K * V
     for first in tl.range(0, BLOCK_K, PART_K, num_stages=min(8, BLOCK_K // PART_K)):  # loaded at once
         part = first + tl.arange(0, PART_K)
         x_part = tl.load(of_both[:, None] + part[None, :], mask=filled[:, None] & (part < K)[None, :], other=0.0)
-        of_part = of_state + part[:, None] * V + in_v[None, :]
+        of_part = of_states + slot * stride_slot + part[:, None] * V + in_v[None, :]
         sums += _times(x_part, tl.load(of_part, mask=(part < K)[:, None] & v_mask[None, :], other=0.0))
     # From here on decays count from the first of this step's tokens, in `passed`, and back from there, in `later`.
     passed = tl.sum(tl.where(in_t[None, :] <= token[:, None], decay[None, :], 0.0), 1)
@@ -648,13 +645,12 @@ def _update_kernel(
         since = (in_t > t)[None, :] & (in_t[None, :] <= token[:, None])
         left = tl.exp(tl.sum(tl.where(since, decay[None, :], 0.0), 1))
         left *= tl.sum(tl.where((both == t)[None, :], meets, 0.0), 1)
-        sums += tl.where((token > t) | is_query & (token == t), left, 0.0)[:, None] * new.to(tl.float32)[None, :]
+        to = (token > t) | is_query & (token == t)
+        sums += tl.where(to[:, None], left[:, None] * new.to(tl.float32)[None, :], 0.0)
     tl.store(of_out, (sums * scale).to(out_ptr.dtype.element_ty), mask=out_mask)
     if column == 0:
         tl.store(of_decays + (position + in_t) % ENTRIES * heads, decay, mask=in_t < TOKENS)
         entry = (position + token) % ENTRIES
         mine = filled & (token == both) & (head % (heads // key_heads) == 0)
-        x_mask = mine[:, None] & k_mask[None, :]
-        tl.store(
-            of_keys + entry[:, None] * (key_heads * K) + in_k[None, :], x.to(keys_ptr.dtype.element_ty), mask=x_mask
-        )
+        of_keys += entry[:, None] * (key_heads * K) + in_k[None, :]
+        tl.store(of_keys, x.to(keys_ptr.dtype.element_ty), mask=mine[:, None] & k_mask[None, :])
