@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_hybrid_prefix.ops.triton_or_torch import jit, tl
+
 
 class RingRows(NamedTuple):
     """The rows of a decode step, each (rows,) and on the device.
@@ -30,6 +32,15 @@ class RingRows(NamedTuple):
     kept: torch.Tensor
     """int64: another slot that gets the state and the window at ``ends``, whether or not they are the slot's. Negative: none."""
 
+    def where(self, which: torch.Tensor) -> RingRows:
+        """Those of ``which``, (rows,) bool, with int64 everywhere: for the PyTorch versions."""
+        return RingRows(*(field[which].long() for field in self))
+
+    def keep(self, pool: torch.Tensor) -> None:
+        """Copies what is in slots to those that get it, too: for the PyTorch versions."""
+        own = self.where((self.slots >= 0) & (self.kept >= 0))
+        pool[own.kept] = pool[own.slots]
+
 
 def ring_tokens(state_bytes: int, entry_bytes: int, block_tokens: int) -> int:
     """R: tokens between two writes of a state, a divisor of the block.
@@ -45,3 +56,19 @@ def ring_tokens(state_bytes: int, entry_bytes: int, block_tokens: int) -> int:
 def ring_entries(tokens: int, step_tokens: int) -> int:
     """Entries of a ring that is flushed at multiples of ``tokens``: a step overwrites none that it, or the next, reads."""
     return tokens + 2 * step_tokens - 1
+
+
+def sums_after(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Along dimension 1: the sum of all, and of what comes after each.
+
+    Sums of decays' logarithms. As a difference of sums from the first on, a small one would lose what a large one has rounded off.
+    """
+    sums = values.flip(1).cumsum(1).flip(1)
+    return sums[:, 0], torch.cat([sums[:, 1:], torch.zeros_like(sums[:, :1])], 1)
+
+
+@jit
+def entry_at(position: tl.tensor, number: tl.tensor, entries: tl.tensor) -> tl.tensor:
+    """Where in a ring of so many entries that of ``position + number`` is; ``number`` from 0 to ``entries``."""
+    at = position % entries + number
+    return tl.where(at < entries, at, at - entries)
