@@ -652,5 +652,5 @@ def _update_kernel(
         tl.store(of_decays + (position + in_t) % ENTRIES * heads, decay, mask=in_t < TOKENS)
         entry = (position + token) % ENTRIES
         mine = filled & (token == both) & (head % (heads // key_heads) == 0)
-        of_keys += entry[:, None] * (key_heads * K) + in_k[None, :]
-        tl.store(of_keys, x.to(keys_ptr.dtype.element_ty), mask=mine[:, None] & k_mask[None, :])
+        of_x = of_keys + entry[:, None] * (key_heads * K) + in_k[None, :]
+        tl.store(of_x, x.to(keys_ptr.dtype.element_ty), mask=mine[:, None] & k_mask[None, :])
