@@ -1,7 +1,8 @@
-"""A decode of Mamba2, from and to slots: the convolution of new tokens, and the update of the states.
+"""A decode of Mamba2 from slots and rings: the convolution of new tokens, and what they read of the states.
 
-Both take several tokens of a row, one after another (its drafts). Sums run in one order, whatever the number of rows: a row's
-bits do not depend on the others.
+Both take several tokens of a row, one after another (its drafts), and append their inputs to its ring. A state and a window are
+written where a row's `RingRows.ends` is beyond its origin. Sums run in one order, whatever the number of rows: a row's bits do not
+depend on the others.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import torch
 
 from megatron_hybrid_prefix.ops.convolution import add_taps
 from megatron_hybrid_prefix.ops.elementwise import compute_dtype, silu, softplus, stable_softplus
-from megatron_hybrid_prefix.ops.triton_or_torch import jit, multiprocessors, runs_kernel, tl, triton
+from megatron_hybrid_prefix.ops.rings import RingRows, entry_at, sums_after
+from megatron_hybrid_prefix.ops.triton_or_torch import jit, runs_kernel, tl, triton
 
 _CHANNELS = 128  # of a program of the convolution, one a thread: no value moves between threads
-_ELEMENTS = 4096  # of a state that a program updates, and fewer where programs would not fill the GPU
-_PROGRAMS = 4  # of a multiprocessor, before a state is split further
-_LOAD_BYTES = 16  # the widest load of a thread
+_BYTES, _WARPS, _REGISTERS = 16384, 2, None  # of a state that a program reads; of a program; of a thread at most
+# Rows of a state that a flush multiplies at once, which costs registers, and how, by the bytes of the state's type: what is rounded to
+# 16 bits in three products of tensor cores.
+_FLUSH = {2: (16, "tf32x3"), 4: (8, "ieee")}
 
 
 def convolve_tokens(
@@ -26,63 +29,95 @@ def convolve_tokens(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     *,
-    slots: torch.Tensor,
-    after: torch.Tensor | None = None,
+    recent: torch.Tensor,
+    rows: RingRows,
 ) -> torch.Tensor:
-    """Depthwise causal convolution and SiLU of each row's tokens after the window in its slot, which moves on in place.
+    """Depthwise causal convolution and SiLU of each row's tokens, after the inputs in its window and its ring.
 
     Rounds and sums as `convolve_from_slots`.
 
     Args:
         inputs: (rows, tokens, dim), floating; contiguous inside a token.
-        windows: (slots, dim, taps), the pool of one layer, newest input last, 2 to 4 taps; contiguous inside a slot.
+        windows: (slots, dim, taps), the pool of one layer, newest input last, 2 to 4 taps; contiguous inside a slot. A slot's is
+            that at the row's origin, and moves on to its end.
         weight: (dim, taps), contiguous; the last column meets the token itself.
         bias: (dim,), or None.
-        slots: (rows,) integer, each slot at most once; negative: the row is padding, and zero in the result.
-        after: Given the window after each token, at the row's slot: (slots, tokens, dim, taps), contiguous inside a token.
+        recent: (rings, at least taps - 1 + tokens, dim) in the windows' type: inputs from the origin on; contiguous inside a ring.
+        rows: Which rows these are. An end is the origin, or beyond the position of the step before.
 
     Returns:
-        (rows, tokens, dim) in the inputs' type, contiguous.
+        (rows, tokens, dim) in the inputs' type, contiguous; zero where a row is padding.
     """
     if inputs.dtype == torch.float64 or not runs_kernel(inputs):
-        wide, taps = compute_dtype(inputs), windows.shape[2]
-        out, kept = torch.zeros(inputs.shape, dtype=inputs.dtype, device=inputs.device), slots >= 0
-        own = slots[kept].long()
-        window = windows[own]
-        for token in range(inputs.shape[1]):
-            new = inputs[kept, token].to(windows.dtype)
-            window = torch.cat([window[..., 1:], new.unsqueeze(-1)], -1)
-            total = torch.zeros_like(new, dtype=wide) if bias is None else bias.to(windows.dtype).to(wide)
-            for tap in range(taps):
-                total = total + window[..., tap].to(wide) * weight[:, tap].to(windows.dtype).to(wide)
-            out[kept, token] = silu(total).to(windows.dtype).to(inputs.dtype)
-            if after is not None:
-                after[own, token] = window.to(after.dtype)
-        windows[own] = window
+        wide, taps, tokens = compute_dtype(inputs), windows.shape[2], inputs.shape[1]
+        out, real = torch.zeros_like(inputs, memory_format=torch.contiguous_format), rows.slots >= 0
+        own = rows.where(real)
+        past = _inputs_at(own.positions - taps + 1, taps - 1, windows, recent, own)
+        new = inputs[real].to(windows.dtype)
+        all_of = torch.cat([past, new], 1).to(wide)
+        kept_weight = weight.to(windows.dtype).to(wide)
+        total = all_of.new_zeros(new.shape) if bias is None else bias.to(windows.dtype).to(wide)
+        for tap in range(taps):
+            total = total + all_of[:, tap : tap + tokens] * kept_weight[:, tap]
+        out[real] = silu(total).to(windows.dtype).to(inputs.dtype)
+        flush_windows(windows, recent, rows)
+        at = own.positions[:, None] + torch.arange(tokens, device=inputs.device)
+        recent[own.rings[:, None], at % recent.shape[1]] = new
         return out
-    rows, tokens, dim = inputs.shape
-    taps = windows.shape[2]
-    assert windows[0].is_contiguous() and weight.is_contiguous() and inputs.stride(2) == 1 and 2 <= taps <= 4
-    assert after is None or after[0, 0].is_contiguous()
-    out = torch.empty((rows, tokens, dim), dtype=inputs.dtype, device=inputs.device)
-    if rows:
-        _convolve_tokens_kernel[(triton.cdiv(dim, _CHANNELS), rows)](
+    return _convolve(inputs, windows, weight, bias, recent, rows)
+
+
+def flush_windows(windows: torch.Tensor, recent: torch.Tensor, rows: RingRows) -> None:
+    """`convolve_tokens` without tokens: windows are written where `RingRows` says so."""
+    if windows.dtype == torch.float64 or not runs_kernel(windows):
+        taps, own = windows.shape[2], rows.where((rows.slots >= 0) & (rows.ends > rows.origins))
+        windows[own.slots] = _inputs_at(own.ends - taps, taps, windows, recent, own).transpose(1, 2)
+        rows.keep(windows)
+    else:
+        _convolve(windows.new_empty(len(rows.slots), 0, windows.shape[1]), windows, windows, None, recent, rows)
+
+
+def _inputs_at(
+    first: torch.Tensor, count: int, windows: torch.Tensor, recent: torch.Tensor, rows: RingRows
+) -> torch.Tensor:
+    """(rows, count, dim): each row's inputs from position ``first`` on, out of its window before its origin, else of its ring."""
+    at = first[:, None] + torch.arange(count, device=first.device)
+    since = at - rows.origins[:, None]
+    before = windows[rows.slots[:, None], :, (since + windows.shape[2]).clamp(0, windows.shape[2] - 1)]
+    return torch.where(since[..., None] < 0, before, recent[rows.rings[:, None], at % recent.shape[1]])
+
+
+def _convolve(
+    inputs: torch.Tensor,
+    windows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    recent: torch.Tensor,
+    rows: RingRows,
+) -> torch.Tensor:
+    """The same by the kernel."""
+    (count, tokens, dim), taps = inputs.shape, windows.shape[2]
+    assert windows[0].is_contiguous() and recent[0].is_contiguous() and windows.dtype == recent.dtype
+    assert 2 <= taps <= 4 and recent.shape[1] >= taps - 1 + tokens
+    assert not tokens or (weight.is_contiguous() and inputs.stride(2) == 1)
+    out = torch.empty((count, tokens, dim), dtype=inputs.dtype, device=inputs.device)
+    if count:
+        _convolve_tokens_kernel[(triton.cdiv(dim, _CHANNELS), count)](
             inputs,
             windows,
+            recent,
             weight,
             weight if bias is None else bias,
-            slots,
-            windows if after is None else after,
+            *rows,
             out,
             *inputs.stride()[:2],
             windows.stride(0),
-            *((0, 0) if after is None else after.stride()[:2]),
+            recent.stride(0),
+            recent.shape[1],
             tokens,
             dim,
             TAPS=taps,
-            WIDTH=triton.next_power_of_2(taps),
             BIAS=bias is not None,
-            AFTER=after is not None,
             CHANNELS=_CHANNELS,
             num_warps=_CHANNELS // 32,
         )
@@ -93,253 +128,362 @@ def update_states(
     xBC: torch.Tensor,
     dt: torch.Tensor,
     states: torch.Tensor,
-    slots: torch.Tensor,
+    rows: RingRows,
     *,
+    inputs: torch.Tensor,
+    steps: torch.Tensor,
     A: torch.Tensor,
     D: torch.Tensor,
     dt_bias: torch.Tensor,
     z: torch.Tensor | None = None,
-    after: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each row's tokens, one after another: h <- exp(dt A) h + dt x B, y = h C + D x, and y silu(z) with a gate.
 
-    The state is float32 from its first token to its last, and rounded where it is written.
+    h is not formed: y is the sum of what the slot's state, decayed, and each entry of the ring since give. A state is written at a
+    row's end alone, and rounded before its first use.
 
     Args:
         xBC: (rows, tokens, heads x headdim + 2 x groups x d_state), floating: x of all heads, B and C of all groups; contiguous.
         dt: (rows, tokens, heads), before bias and softplus; contiguous inside a token.
-        states: (slots, heads, headdim, d_state), the pool of one layer, contiguous inside a slot; updated in place.
-        slots: (rows,) integer, each slot at most once; negative: the row is padding, and zero in the result.
+        states: (slots, heads, headdim, d_state), the pool of one layer, contiguous inside a slot.
+        rows: Which rows these are.
+        inputs: (rings, entries, heads x headdim + groups x d_state) in the type of ``xBC``: its x and B; contiguous inside a ring.
+            `rings.ring_entries` says how many entries.
+        steps: (rings, entries, 2, heads) float32: dt after softplus, and dt A; contiguous inside a ring.
         A: (heads,) float32, negative.
         D: (heads,), or (heads x headdim,), contiguous.
         dt_bias: (heads,), floating.
         z: (rows, tokens, heads x headdim), the gate; contiguous inside a token. None: no gate.
-        after: Given the state after each token, at the row's slot: (slots, tokens, heads, headdim, d_state), contiguous inside a token.
 
     Returns:
-        (rows, tokens, heads x headdim) in the type of ``xBC``, contiguous.
+        (rows, tokens, heads x headdim) in the type of ``xBC``, contiguous; zero where a row is padding.
     """
     if xBC.dtype == torch.float64 or not runs_kernel(xBC):
-        wide, (_, heads, headdim, d_state) = compute_dtype(xBC), states.shape
-        groups = (xBC.shape[2] - heads * headdim) // (2 * d_state)
-        sizes, kept = [heads * headdim, groups * d_state, groups * d_state], slots >= 0
-        out = torch.zeros((*xBC.shape[:2], sizes[0]), dtype=xBC.dtype, device=xBC.device)
-        own = slots[kept].long()
-        x, B, C = xBC[kept].to(wide).split(sizes, -1)
-        x = x.unflatten(-1, (heads, headdim))
-        B, C = (part.unflatten(-1, (groups, d_state)).repeat_interleave(heads // groups, 2) for part in (B, C))
-        step = softplus(dt[kept].to(wide) + dt_bias.to(wide))
-        decay = torch.exp(step * A.to(wide))
-        state = states[own].to(wide)
-        for token in range(xBC.shape[1]):
-            new = (B[:, token] * step[:, token, :, None]).unsqueeze(2) * x[:, token].unsqueeze(3)
-            state = state * decay[:, token, :, None, None] + new
-            y = (state * C[:, token].unsqueeze(2)).sum(-1) + D.to(wide).view(heads, -1) * x[:, token]
-            y = y.flatten(1) if z is None else y.flatten(1) * silu(z[kept, token].to(wide))
-            out[kept, token] = y.to(out.dtype)
-            if after is not None:
-                after[own, token] = state.to(after.dtype)
-        states[own] = state.to(states.dtype)
+        flush_states(states, inputs, steps, rows)
+        wide, (_, heads, headdim, d_state), tokens = compute_dtype(xBC), states.shape, xBC.shape[1]
+        out, real = xBC.new_zeros(*xBC.shape[:2], heads * headdim), rows.slots >= 0
+        own = rows.where(real)
+        at = own.rings[:, None], (own.positions[:, None] + torch.arange(tokens, device=xBC.device)) % inputs.shape[1]
+        inputs[at] = xBC[real][..., : inputs.shape[2]]
+        step = softplus(dt[real].to(wide) + dt_bias.to(wide))
+        steps[at] = torch.stack([step, step * A.to(wide)], 2).to(steps.dtype)
+        C = xBC[real][..., inputs.shape[2] :].to(wide).unflatten(-1, (-1, d_state))
+        repeat = heads // C.shape[2]
+        state, last = states[own.slots].to(wide), own.positions - own.ends
+        for token in range(tokens):
+            x, B, weight, left = _entries(inputs, steps, own.rings, own.ends, last + token + 1, states, wide)
+            scores = (B * C[:, token, None]).sum(-1).repeat_interleave(repeat, 2)
+            y = (state * C[:, token].repeat_interleave(repeat, 1).unsqueeze(2)).sum(-1) * left.unsqueeze(2)
+            y = y + ((weight * scores).unsqueeze(3) * x).sum(1)
+            now = xBC[real, token, : heads * headdim].to(wide)
+            y = y.flatten(1) + (D.to(wide).view(heads, -1) * now.unflatten(1, (heads, -1))).flatten(1)
+            out[real, token] = (y if z is None else y * silu(z[real, token].to(wide))).to(out.dtype)
         return out
-    rows, tokens, width = xBC.shape
-    _, heads, headdim, d_state = states.shape
-    groups = (width - heads * headdim) // (2 * d_state)
-    assert states[0].is_contiguous() and xBC.is_contiguous() and dt.stride(2) == 1
-    assert (z is None or z.stride(2) == 1) and (after is None or after[0, 0].is_contiguous())
-    out = torch.empty((rows, tokens, heads * headdim), dtype=xBC.dtype, device=xBC.device)
-    if rows:
-        tile = tile_of(rows * heads, headdim, d_state, states.element_size(), multiprocessors(xBC.device))
-        _update_kernel[(triton.cdiv(headdim, tile["BLOCK_P"]), heads, rows)](
-            xBC,
-            dt,
-            A,
-            D,
-            dt_bias,
-            xBC if z is None else z,
-            states,
-            slots,
-            states if after is None else after,
-            out,
-            *dt.stride()[:2],
-            *((0, 0) if z is None else z.stride()[:2]),
-            states.stride(0),
-            *((0, 0) if after is None else after.stride()[:2]),
-            tokens,
-            heads,
-            groups,
-            P=headdim,
-            N=d_state,
-            OF_D=headdim if D.numel() > heads else 1,
-            GATE=z is not None,
-            AFTER=after is not None,
-            **tile,
-        )
+    assert xBC.is_contiguous() and dt.stride(2) == 1 and xBC.dtype == inputs.dtype and (z is None or z.stride(2) == 1)
+    out = torch.empty((*xBC.shape[:2], states.shape[1] * states.shape[2]), dtype=xBC.dtype, device=xBC.device)
+    strides = *dt.stride()[:2], *((0, 0) if z is None else z.stride()[:2])
+    tensors = xBC, dt, A, D, dt_bias, xBC if z is None else z, out
+    _launch(tensors, strides, states, inputs, steps, rows, GATE=z is not None, TOKENS=xBC.shape[1])
     return out
 
 
-def tile_of(matrices: int, headdim: int, d_state: int, itemsize: int, processors: int) -> dict[str, Any]:
-    """How many rows of a matrix (headdim, d_state) a program updates, and in how many warps.
+def flush_states(states: torch.Tensor, inputs: torch.Tensor, steps: torch.Tensor, rows: RingRows) -> None:
+    """`update_states` without tokens: states are written where `RingRows` says so."""
+    if inputs.dtype == torch.float64 or not runs_kernel(inputs):
+        wide, own = compute_dtype(inputs), rows.where((rows.slots >= 0) & (rows.ends > rows.origins))
+        x, B, weight, left = _entries(inputs, steps, own.rings, own.origins, own.ends - own.origins, states, wide)
+        B = B.repeat_interleave(x.shape[2] // B.shape[2], 2)
+        added = (x * weight.unsqueeze(3)).permute(0, 2, 3, 1) @ B.transpose(1, 2)
+        states[own.slots] = (states[own.slots].to(wide) * left[..., None, None] + added).to(states.dtype)
+        rows.keep(states)
+    else:
+        _launch((inputs,) * 7, (0,) * 4, states, inputs, steps, rows, GATE=False, TOKENS=0)
 
-    Fewer rows for a few matrices, but so many that each thread has a whole load: how a row lies on threads, and with it the
-    order of its sum, then is the same for any number of matrices.
+
+def _entries(
+    inputs: torch.Tensor,
+    steps: torch.Tensor,
+    rings: torch.Tensor,
+    first: torch.Tensor,
+    count: torch.Tensor,
+    states: torch.Tensor,
+    wide: torch.dtype,
+) -> tuple[torch.Tensor, ...]:
+    """``count`` entries of each row from position ``first`` on: x and B by head and group, and what is left of them at the last.
+
+    Returns:
+        (rows, entries, heads, headdim), (rows, entries, groups, d_state), dt times decay (rows, entries, heads), and the decay of all
+        (rows, heads). Others are zero.
     """
-    most, width = triton.next_power_of_2(headdim), triton.next_power_of_2(d_state)
-    of_warp = 32 * _LOAD_BYTES // itemsize
-    warps = max(1, min(4, most * width // of_warp))
-    least = max(1, min(most, warps * of_warp // width))
-    rows = max(least, min(most, _ELEMENTS // width))
-    while rows > least and matrices * triton.cdiv(headdim, rows) < _PROGRAMS * processors:
-        rows //= 2
-    return {"BLOCK_P": rows, "BLOCK_N": width, "num_warps": warps}
+    number = torch.arange(inputs.shape[1], device=inputs.device)
+    at, inside = (first[:, None] + number) % inputs.shape[1], (number < count[:, None]).unsqueeze(2)
+    heads, headdim, d_state = states.shape[1:]
+    entries = torch.where(inside, inputs[rings[:, None], at], 0).to(wide)
+    step, decay = torch.where(inside.unsqueeze(3), steps[rings[:, None], at], 0).to(wide).unbind(2)
+    total, after = sums_after(decay)
+    x, B = entries.split([heads * headdim, entries.shape[2] - heads * headdim], 2)
+    x, B = x.unflatten(2, (heads, headdim)), B.unflatten(2, (-1, d_state))
+    return x, B, step * torch.exp(after), torch.exp(total)
+
+
+def _launch(
+    tensors: tuple[torch.Tensor, ...],
+    strides: tuple[int, ...],
+    states: torch.Tensor,
+    inputs: torch.Tensor,
+    steps: torch.Tensor,
+    rows: RingRows,
+    **constants: Any,
+) -> None:
+    """Runs the kernel; ``tensors`` and ``strides`` are those that a flush does without."""
+    _, heads, headdim, d_state = states.shape
+    assert states[0].is_contiguous() and inputs[0].is_contiguous() and steps[0].is_contiguous()
+    assert steps.shape[1] == inputs.shape[1] and steps.dtype == torch.float32
+    tile = tile_of(headdim, d_state, states.element_size(), inputs.shape[1] - constants["TOKENS"], constants["TOKENS"])
+    if len(rows.slots):
+        _update_kernel[(triton.cdiv(headdim, tile["BLOCK_P"]), heads, len(rows.slots))](
+            *tensors,
+            states,
+            inputs,
+            steps,
+            *rows,
+            *strides,
+            states.stride(0),
+            inputs.stride(0),
+            steps.stride(0),
+            heads,
+            P=headdim,
+            N=d_state,
+            REPEAT=heads * d_state // (inputs.shape[2] - heads * headdim),
+            ENTRIES=inputs.shape[1],
+            OF_D=headdim if tensors[3].numel() > heads else 1,
+            **constants,
+            **tile,
+        )
+
+
+def tile_of(headdim: int, d_state: int, itemsize: int, entries: int, tokens: int) -> dict[str, Any]:
+    """What a program reads of a matrix (headdim, d_state) and of entries, in so many warps: the same for any number of matrices.
+
+    Most of its work is the same in all warps, so there are few, but enough to hold all in registers.
+    """
+    width, together = triton.next_power_of_2(d_state), max(16, triton.next_power_of_2(entries))
+    rows = min(triton.next_power_of_2(headdim), max(1, _BYTES // (width * itemsize)))
+    part, precision = _FLUSH[itemsize]
+    tile = {"BLOCK_P": rows, "BLOCK_N": width, "BLOCK_E": together, "PART": min(part, rows), "PRECISION": precision}
+    return tile | {"num_warps": _WARPS * (2 if tokens > 1 or together > 32 else 1), "maxnreg": _REGISTERS}
 
 
 @jit
-def _window(x4: tl.tensor, x3: tl.tensor, x2: tl.tensor, x1: tl.tensor, TAPS: tl.constexpr) -> tl.tensor:
-    """(channels, 2 or 4): the last TAPS inputs, the newest of which is ``x1``; of three a column more, to be masked."""
-    if TAPS == 2:
-        window = tl.join(x2, x1)
-    elif TAPS == 3:
-        window = tl.reshape(tl.join(tl.join(x3, x1), tl.join(x2, x1)), [x1.shape[0], 4])
-    else:
-        window = tl.reshape(tl.join(tl.join(x4, x2), tl.join(x3, x1)), [x1.shape[0], 4])
-    return window
+def _input_at(
+    position: tl.tensor,
+    origin: tl.tensor,
+    of_window: tl.tensor,
+    of_recent: tl.tensor,
+    entries: tl.tensor,
+    dim: tl.tensor,
+    inside: tl.tensor,
+    TAPS: tl.constexpr,
+) -> tl.tensor:
+    """(channels,): the input of a position, out of the window before the origin, else of the ring."""
+    before = tl.load(of_window + TAPS + position - origin, mask=inside & (position < origin), other=0.0)
+    since = tl.load(of_recent + (position % entries).to(tl.int64) * dim, mask=inside & (position >= origin), other=0.0)
+    return tl.where(position < origin, before, since)
 
 
 @jit
 def _convolve_tokens_kernel(
     inputs_ptr: tl.tensor,  # (rows, tokens, dim), strided over rows and tokens
     windows_ptr: tl.tensor,  # (slots, dim, TAPS), strided over slots
+    recent_ptr: tl.tensor,  # (rings, entries, dim), strided over rings
     weight_ptr: tl.tensor,  # (dim, TAPS)
     bias_ptr: tl.tensor,  # (dim,); unused without BIAS
-    slots_ptr: tl.tensor,  # (rows,)
-    after_ptr: tl.tensor,  # (slots, tokens, dim, TAPS), strided over slots and tokens
+    slots_ptr: tl.tensor,  # (rows,), as the next
+    rings_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    origins_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    kept_ptr: tl.tensor,
     out_ptr: tl.tensor,  # (rows, tokens, dim), contiguous
     stride_row: tl.int64,
     stride_token: tl.int64,
     stride_slot: tl.int64,
-    stride_after_slot: tl.int64,
-    stride_after_token: tl.int64,
+    stride_ring: tl.int64,
+    entries: tl.tensor,
     tokens: tl.tensor,
     dim: tl.tensor,
     TAPS: tl.constexpr,
-    WIDTH: tl.constexpr,
     BIAS: tl.constexpr,
-    AFTER: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> None:
-    """One program: CHANNELS channels of one row's tokens. A window is loaded and written whole, and split into its inputs."""
+    """One program: CHANNELS channels of one row's tokens. What it overwrites it has read before."""
     row = tl.program_id(1).to(tl.int64)
-    channel, tap = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, WIDTH)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < dim
     of_inputs, of_out = inputs_ptr + row * stride_row + channel, out_ptr + row * tokens * dim + channel
-    slot = tl.load(slots_ptr + row).to(tl.int64)
+    slot, kept_slot = tl.load(slots_ptr + row), tl.load(kept_ptr + row)
+    position, origin, end = tl.load(positions_ptr + row), tl.load(origins_ptr + row), tl.load(ends_ptr + row)
     if slot < 0:
         for token in range(tokens):
             tl.store(of_out + token * dim, tl.zeros([CHANNELS], dtype=out_ptr.dtype.element_ty), mask=inside)
         return
     kept = windows_ptr.dtype.element_ty
-    in_window = channel[:, None] * TAPS + tap[None, :]
-    mask = inside[:, None] & (tap < TAPS)[None, :]
-    window = tl.load(windows_ptr + slot * stride_slot + in_window, mask=mask, other=0.0)
-    weight = tl.load(weight_ptr + in_window, mask=mask, other=0.0).to(kept).to(tl.float32)
-    if TAPS == 2:
-        x2, x1 = tl.split(window)
-        w1, w0 = tl.split(weight)
-        x3, x4, w2, w3 = x2, x2, w1, w1
-    else:
-        even, odd = tl.split(tl.reshape(window, [CHANNELS, 2, 2]))
-        x4, x2 = tl.split(even)
-        x3, x1 = tl.split(odd)
-        even, odd = tl.split(tl.reshape(weight, [CHANNELS, 2, 2]))
-        w3, w1 = tl.split(even)
-        w2, w0 = tl.split(odd)
-        if TAPS == 3:
-            x3, x2, x1 = x4, x3, x2
-            w2, w1, w0 = w3, w2, w1
-    bias = tl.zeros([CHANNELS], tl.float32)
-    if BIAS:
-        bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(kept).to(tl.float32)
-    for token in range(tokens):
-        x0 = tl.load(of_inputs + token * stride_token, mask=inside, other=0.0).to(kept)
-        f3, f2, f1, f0 = x3.to(tl.float32), x2.to(tl.float32), x1.to(tl.float32), x0.to(tl.float32)
-        out = add_taps(bias, f3, f2, f1, f0, w3, w2, w1, w0, kept, TAPS)
-        tl.store(of_out + token * dim, out.to(out_ptr.dtype.element_ty), mask=inside)
-        x4 = x3
-        x3 = x2
-        x2 = x1
-        x1 = x0
-        if AFTER:
-            of_after = after_ptr + slot * stride_after_slot + token * stride_after_token + in_window
-            tl.store(of_after, _window(x4, x3, x2, x1, TAPS).to(after_ptr.dtype.element_ty), mask=mask)
-    tl.store(windows_ptr + slot * stride_slot + in_window, _window(x4, x3, x2, x1, TAPS), mask=mask)
+    of_window = windows_ptr + slot * stride_slot + channel * TAPS
+    of_kept = windows_ptr + kept_slot * stride_slot + channel * TAPS
+    of_recent = recent_ptr + tl.load(rings_ptr + row) * stride_ring + channel
+    x1 = _input_at(position - 1, origin, of_window, of_recent, entries, dim, inside, TAPS)
+    x2, x3 = x1, x1
+    if TAPS > 2:
+        x2 = _input_at(position - 2, origin, of_window, of_recent, entries, dim, inside, TAPS)
+    if TAPS > 3:
+        x3 = _input_at(position - 3, origin, of_window, of_recent, entries, dim, inside, TAPS)
+    if (end > origin) | (kept_slot >= 0):
+        for column in tl.static_range(TAPS):  # written from the oldest on: a later column is read further right
+            x = _input_at(end - TAPS + column, origin, of_window, of_recent, entries, dim, inside, TAPS)
+            tl.store(of_window + column, x, mask=inside & (end > origin))
+            tl.store(of_kept + column, x, mask=inside & (kept_slot >= 0))
+    if tokens > 0:
+        of_weight = weight_ptr + channel * TAPS + TAPS - 1
+        w0 = tl.load(of_weight, mask=inside, other=0.0).to(kept).to(tl.float32)
+        w1 = tl.load(of_weight - 1, mask=inside, other=0.0).to(kept).to(tl.float32)
+        w2, w3 = w1, w1
+        if TAPS > 2:
+            w2 = tl.load(of_weight - 2, mask=inside, other=0.0).to(kept).to(tl.float32)
+        if TAPS > 3:
+            w3 = tl.load(of_weight - 3, mask=inside, other=0.0).to(kept).to(tl.float32)
+        bias = tl.zeros([CHANNELS], tl.float32)
+        if BIAS:
+            bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(kept).to(tl.float32)
+        for token in range(tokens):
+            x0 = tl.load(of_inputs + token * stride_token, mask=inside, other=0.0).to(kept)
+            f3, f2, f1, f0 = x3.to(tl.float32), x2.to(tl.float32), x1.to(tl.float32), x0.to(tl.float32)
+            out = add_taps(bias, f3, f2, f1, f0, w3, w2, w1, w0, kept, TAPS)
+            tl.store(of_out + token * dim, out.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(of_recent + ((position + token) % entries).to(tl.int64) * dim, x0, mask=inside)
+            x3 = x2
+            x2 = x1
+            x1 = x0
 
 
 @jit
 def _update_kernel(
-    xBC_ptr: tl.tensor,  # (rows, tokens, heads x P + 2 x groups x N), contiguous
-    dt_ptr: tl.tensor,  # (rows, tokens, heads), strided over rows and tokens
+    xBC_ptr: tl.tensor,  # (rows, TOKENS, heads x P + 2 x groups x N), contiguous
+    dt_ptr: tl.tensor,  # (rows, TOKENS, heads), strided over rows and tokens
     A_ptr: tl.tensor,  # (heads,) float32
     D_ptr: tl.tensor,  # (heads x OF_D,)
     dt_bias_ptr: tl.tensor,  # (heads,)
-    z_ptr: tl.tensor,  # (rows, tokens, heads x P), strided over rows and tokens; unused without GATE
+    z_ptr: tl.tensor,  # (rows, TOKENS, heads x P), strided over rows and tokens; unused without GATE
+    out_ptr: tl.tensor,  # (rows, TOKENS, heads x P), contiguous
     states_ptr: tl.tensor,  # (slots, heads, P, N), strided over slots
-    slots_ptr: tl.tensor,  # (rows,)
-    after_ptr: tl.tensor,  # (slots, tokens, heads, P, N), strided over slots and tokens; unused without AFTER
-    out_ptr: tl.tensor,  # (rows, tokens, heads x P), contiguous
+    inputs_ptr: tl.tensor,  # (rings, ENTRIES, heads x P + groups x N), strided over rings
+    steps_ptr: tl.tensor,  # (rings, ENTRIES, 2, heads) float32, strided over rings
+    slots_ptr: tl.tensor,  # (rows,), as the next
+    rings_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    origins_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    kept_ptr: tl.tensor,
     stride_dt_row: tl.int64,
     stride_dt_token: tl.int64,
     stride_z_row: tl.int64,
     stride_z_token: tl.int64,
     stride_slot: tl.int64,
-    stride_after_slot: tl.int64,
-    stride_after_token: tl.int64,
-    tokens: tl.tensor,
+    stride_inputs: tl.int64,
+    stride_steps: tl.int64,
     heads: tl.tensor,
-    groups: tl.tensor,
     P: tl.constexpr,
     N: tl.constexpr,
+    REPEAT: tl.constexpr,
+    ENTRIES: tl.constexpr,
     OF_D: tl.constexpr,
     GATE: tl.constexpr,
-    AFTER: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PART: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_P rows of one head's matrix, along the tokens of one row."""
+    """One program: BLOCK_P rows of one head's matrix, for the tokens of one row. No program overwrites what another reads."""
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    in_p, in_n = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
-    p_mask, n_mask = in_p < P, in_n < N
-    in_head = head * P + in_p
-    slot = tl.load(slots_ptr + row).to(tl.int64)
+    in_p, in_n, number = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_E)
+    # Masks are constants where they can be; what is the same for all elements is added to pointers first.
+    p_mask = in_p < P - part * BLOCK_P if P % BLOCK_P else tl.full([BLOCK_P], 1, tl.int1)
+    n_mask = in_n < N if N % BLOCK_N else tl.full([BLOCK_N], 1, tl.int1)
+    channel = head * P + part * BLOCK_P
+    of_out = out_ptr + row * TOKENS * heads * P + channel + in_p
+    slot, kept = tl.load(slots_ptr + row), tl.load(kept_ptr + row)
+    position, origin, end = tl.load(positions_ptr + row), tl.load(origins_ptr + row), tl.load(ends_ptr + row)
     if slot < 0:
-        for token in range(tokens):
-            of_out = out_ptr + (row * tokens + token) * heads * P + in_head
-            tl.store(of_out, tl.zeros([BLOCK_P], dtype=out_ptr.dtype.element_ty), mask=p_mask)
+        for now in tl.static_range(TOKENS):
+            zeros = tl.zeros([BLOCK_P], dtype=out_ptr.dtype.element_ty)
+            tl.store(of_out + now * heads * P, zeros, mask=p_mask)
         return
+    ring, width = tl.load(rings_ptr + row), heads * P + heads // REPEAT * N
+    of_inputs, of_steps = inputs_ptr + ring * stride_inputs, steps_ptr + ring * stride_steps + head
+    to_B = heads * P + head // REPEAT * N
+    of_state, in_state = states_ptr + slot * stride_slot + channel * N, in_p[:, None] * N + in_n[None, :]
+    if end > origin:
+        at, after, count = entry_at(origin, number, ENTRIES), entry_at(origin, number + 1, ENTRIES), end - origin
+        step = tl.load(of_steps + 2 * at * heads, mask=number < count, other=0.0)
+        decay = tl.load(of_steps + (2 * at + 1) * heads, mask=number < count, other=0.0)
+        later = tl.load(of_steps + (2 * after + 1) * heads, mask=number + 1 < count, other=0.0)
+        weight, left = step * tl.exp(tl.cumsum(later, 0, reverse=True)), tl.exp(tl.sum(decay, 0))
+        of_entry, inside = of_inputs + at[:, None] * width, (number < count)[:, None]
+        B = tl.load(of_entry + to_B + in_n[None, :], mask=inside & n_mask[None, :], other=0.0).to(tl.float32)
+        for first in range(0, BLOCK_P, PART):  # few registers
+            some = first + tl.arange(0, PART)
+            some_mask = some < P - part * BLOCK_P if P % BLOCK_P else tl.full([PART], 1, tl.int1)
+            at_some, mask = of_state + some[:, None] * N + in_n[None, :], some_mask[:, None] & n_mask[None, :]
+            x = tl.load(of_entry + channel + some[None, :], mask=inside & some_mask[None, :], other=0.0)
+            x = tl.trans(x.to(tl.float32) * weight[:, None])
+            state = tl.load(at_some, mask=mask, other=0.0).to(tl.float32) * left
+            state += tl.dot(x, B, input_precision=PRECISION)
+            tl.store(at_some, state.to(states_ptr.dtype.element_ty), mask=mask)
+        tl.debug_barrier()  # it is read again, by other threads: rounded, and as a step without a flush has it
     mask = p_mask[:, None] & n_mask[None, :]
-    in_state = in_head[:, None] * N + in_n[None, :]
-    of_states = states_ptr + slot * stride_slot + in_state
-    state = tl.load(of_states, mask=mask, other=0.0).to(tl.float32)
-    A, bias = tl.load(A_ptr + head), tl.load(dt_bias_ptr + head).to(tl.float32)
-    of_D = D_ptr + (head if OF_D == 1 else in_head)
-    D = tl.load(of_D).to(tl.float32) if OF_D == 1 else tl.load(of_D, mask=p_mask, other=0.0).to(tl.float32)
-    group = head // (heads // groups)
-    for token in range(tokens):
-        of_x = xBC_ptr + (row * tokens + token) * (heads * P + 2 * groups * N)
-        of_B = of_x + heads * P + group * N + in_n
-        x = tl.load(of_x + in_head, mask=p_mask, other=0.0).to(tl.float32)
-        B = tl.load(of_B, mask=n_mask, other=0.0).to(tl.float32)
-        C = tl.load(of_B + groups * N, mask=n_mask, other=0.0).to(tl.float32)
-        dt = tl.load(dt_ptr + row * stride_dt_row + token * stride_dt_token + head).to(tl.float32)
-        dt = stable_softplus(dt + bias)
-        state = state * tl.exp(dt * A) + (dt * B)[None, :] * x[:, None]
-        y = tl.sum(state * C[None, :], 1) + D * x
-        if GATE:
-            of_z = z_ptr + row * stride_z_row + token * stride_z_token + in_head
-            z = tl.load(of_z, mask=p_mask, other=0.0).to(tl.float32)
-            y *= z / (1.0 + tl.exp(-z))
-        of_out = out_ptr + (row * tokens + token) * heads * P + in_head
-        tl.store(of_out, y.to(out_ptr.dtype.element_ty), mask=p_mask)
-        if AFTER:
-            of_after = after_ptr + slot * stride_after_slot + token * stride_after_token + in_state
-            tl.store(of_after, state.to(after_ptr.dtype.element_ty), mask=mask)
-    tl.store(of_states, state.to(states_ptr.dtype.element_ty), mask=mask)
+    state = tl.load(of_state + in_state, mask=mask, other=0.0)
+    if kept >= 0:
+        tl.store(states_ptr + kept * stride_slot + channel * N + in_state, state, mask=mask)
+    if TOKENS > 0:
+        # Entries since the end, then the tokens themselves; of those, ``token`` says which, and is negative for others.
+        token = number - (position - end)
+        at, after = entry_at(end, number, ENTRIES), entry_at(end, number + 1, ENTRIES)
+        of_entry = of_inputs + at * width
+        of_new = xBC_ptr + row * TOKENS * (width + heads // REPEAT * N)
+        of_each = tl.where(token < 0, of_entry, of_new + token * (width + heads // REPEAT * N))[:, None]
+        x = tl.load(of_each + channel + in_p[None, :], mask=(token < TOKENS)[:, None] & p_mask[None, :], other=0.0)
+        B = tl.load(of_each + to_B + in_n[None, :], mask=(token < TOKENS)[:, None] & n_mask[None, :], other=0.0)
+        step = tl.load(of_steps + 2 * at * heads, mask=token < 0, other=0.0)
+        later = tl.load(of_steps + (2 * after + 1) * heads, mask=token < -1, other=0.0)
+        A, bias = tl.load(A_ptr + head), tl.load(dt_bias_ptr + head).to(tl.float32)
+        D = tl.load(D_ptr + head) if OF_D == 1 else tl.load(D_ptr + channel + in_p, mask=p_mask, other=0.0)
+        for now in tl.static_range(TOKENS):
+            dt = tl.load(dt_ptr + row * stride_dt_row + now * stride_dt_token + head).to(tl.float32)
+            dt = stable_softplus(dt + bias)
+            step = tl.where(token == now, dt, step)
+            later = tl.where(token + 1 == now, dt * A, later)
+        for now in tl.static_range(TOKENS):
+            of_now = of_new + now * (width + heads // REPEAT * N)
+            C = tl.load(of_now + heads // REPEAT * N + to_B + in_n, mask=n_mask, other=0.0).to(tl.float32)
+            x_now = tl.load(of_now + channel + in_p, mask=p_mask, other=0.0).to(tl.float32)
+            y = tl.sum(state.to(tl.float32) * C[None, :], 1)
+            y *= tl.exp(tl.sum(tl.where(token <= now, step * A, 0.0), 0))
+            weight = tl.sum(B.to(tl.float32) * C[None, :], 1) * step
+            weight *= tl.exp(tl.cumsum(tl.where(token < now, later, 0.0), 0, reverse=True))
+            seen = x.to(tl.float32)
+            if TOKENS > 1:  # of later ones not even NaN
+                weight, seen = tl.where(token <= now, weight, 0.0), tl.where((token <= now)[:, None], seen, 0.0)
+            y += tl.sum(seen * weight[:, None], 0) + D.to(tl.float32) * x_now
+            if GATE:
+                of_z = z_ptr + row * stride_z_row + now * stride_z_token + channel + in_p
+                z = tl.load(of_z, mask=p_mask, other=0.0).to(tl.float32)
+                y *= z / (1.0 + tl.exp(-z))
+            tl.store(of_out + now * heads * P, y.to(out_ptr.dtype.element_ty), mask=p_mask)
+        new = (token >= 0) & (token < TOKENS)
+        tl.store(of_entry[:, None] + channel + in_p[None, :], x, mask=new[:, None] & p_mask[None, :])
+        if part == 0:
+            tl.store(of_steps + 2 * at * heads, step, mask=new)
+            tl.store(of_steps + (2 * at + 1) * heads, step * A, mask=new)
+            if head % REPEAT == 0:
+                tl.store(of_entry[:, None] + to_B + in_n[None, :], B, mask=new[:, None] & n_mask[None, :])

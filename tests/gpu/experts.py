@@ -24,8 +24,8 @@ from megatron_hybrid_prefix.models import experts
 from megatron_hybrid_prefix.ops import experts as kernels
 from megatron_hybrid_prefix.upstream import moe
 from tests.gpu.decode_profile import OPTIONS, Engine
-from tests.gpu.decode_speed import us_of
 from tests.gpu.measure import started
+from tests.gpu.ring_kernels import us_of
 from tests.kernels.test_experts import reference
 
 

@@ -32,7 +32,7 @@ def test_keeping_states_moves_no_state(preset):
 @pytest.mark.gpu(gib=8, seconds=60)
 def test_a_decode_of_recurrent_layers_is_that_of_float64():
     """And a table of its times, which nothing judges."""
-    print(run_script("decode_speed.py"))
+    print(run_script("ring_kernels.py"))
 
 
 @pytest.mark.gpu(gib=3, seconds=60)

@@ -19,14 +19,15 @@ from megatron_hybrid_prefix.ops import (
 )
 from megatron_hybrid_prefix.ops.invariant import linear_triton
 from megatron_hybrid_prefix.ops.invariant.linear_triton import tile_for
+from megatron_hybrid_prefix.ops.rings import ring_entries
 from megatron_hybrid_prefix.platform.kernels import attention_cuda
 from tests.kernels.compiled import compiled, faults, spills
 
 H200 = 132  # multiprocessors
 INT32 = {"sources_ptr", "starts_ptr", "chunk_bounds_ptr", "bounds_ptr", "end_ptr", "wrong_ptr"}
-INT32 |= {"cu_seqlens_q_ptr", "lengths_ptr", "block_table_ptr"}
+INT32 |= {"cu_seqlens_q_ptr", "lengths_ptr", "block_table_ptr", "positions_ptr", "origins_ptr", "ends_ptr"}
 INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr"}
-INT64 |= {"slots_ptr", "entries_ptr", "ids_ptr", "sums_ptr", "expected_ptr", "places_ptr"}
+INT64 |= {"rings_ptr", "kept_ptr", "slots_ptr", "entries_ptr", "ids_ptr", "sums_ptr", "expected_ptr", "places_ptr"}
 FLOAT32 = {"log_decay_ptr", "dt_ptr", "steps_ptr"}
 OUTPUTS = {"P": 64, "N": 128, "CHUNK": 128, "OF_D": 1, "GATE": False}
 OUTPUTS |= {"BLOCK_M": 64, "BLOCK_K": 128, "BLOCK_P": 64, "BLOCK_N": 128}
@@ -38,11 +39,7 @@ KERNELS = {  # module, constants
     ),
     "_convolve_kernel": (convolution, {"TAPS": 4, "BIAS": True, "TOKENS": 32, "CHANNELS": 256}),
     "_write_conv_windows_kernel": (convolution, {"D_CONV": 4, "WIDTH": 4, "BLOCK": 256}),
-    "_convolve_tokens_kernel": (mamba_decode, {"TAPS": 4, "WIDTH": 4, "BIAS": True, "AFTER": False, "CHANNELS": 128}),
-    "_update_kernel": (
-        mamba_decode,
-        {"P": 64, "N": 128, "OF_D": 1, "GATE": False, "AFTER": False, "BLOCK_P": 32, "BLOCK_N": 128},
-    ),
+    "_convolve_tokens_kernel": (mamba_decode, {"TAPS": 4, "BIAS": True, "CHANNELS": 128}),
     "_zero_after_kernel": (mamba_scan, {"ROWS": 16, "BLOCK": 1024}),
     "_pass_states_kernel": (
         mamba_scan,
@@ -93,6 +90,28 @@ def test_delta_rule(name, dtype, size, tmp_path):
         return "*fp32" if name in ("factors_ptr", "decays_ptr", "states_ptr") else type_of(name, inputs)
 
     assert compiled(getattr(delta_rule_triton, name), kind, launch, tmp_path, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("states", "tokens", "R", "P", "N"),
+    [
+        *((states, tokens, 16, 64, 128) for states in ("bf16", "fp32") for tokens in (0, 1, 4)),
+        *(("bf16", 1, *sizes) for sizes in ((64, 64, 128), (8, 16, 16), (16, 40, 96), (16, 16, 256))),
+    ],
+)
+def test_update_of_rings(states, tokens, R, P, N, tmp_path):
+    """The registers suffice."""
+    entries = ring_entries(R, max(1, tokens))
+    constants = {"P": P, "N": N, "REPEAT": 16, "ENTRIES": entries, "OF_D": 1, "GATE": False, "TOKENS": tokens}
+    constants |= mamba_decode.tile_of(P, N, 2 if states == "bf16" else 4, entries - tokens, tokens)
+    options = {key: constants.pop(key) for key in ("num_warps", "maxnreg")}
+    types = {"states_ptr": f"*{states}", "A_ptr": "*fp32", "dt_ptr": "*bf16"}
+
+    def kind(name: str) -> str:
+        return types.get(name) or type_of(name)
+
+    assert not spills(compiled(mamba_decode._update_kernel, kind, constants, tmp_path, **options))
 
 
 @pytest.mark.parametrize(

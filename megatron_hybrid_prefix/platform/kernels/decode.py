@@ -5,7 +5,7 @@ Replaces `megatron.core.ssm.ops.mamba_ssm.selective_state_update`.
 
 import torch
 
-from megatron_hybrid_prefix.ops.mamba_decode import update_states
+from megatron_hybrid_prefix.ops.elementwise import compute_dtype, silu, softplus
 
 
 @torch.no_grad()
@@ -47,15 +47,17 @@ def selective_state_update(
     """
     assert dt_softplus and D is not None and dt_bias is not None
     slots = torch.arange(len(x), device=x.device) if state_batch_indices is None else state_batch_indices
-    y = update_states(
-        torch.cat([part.flatten(2) for part in (x, B, C)], -1),
-        dt[..., 0],
-        state,
-        slots,
-        A=A[:, 0, 0],
-        D=D.flatten(),
-        dt_bias=dt_bias[:, 0],
-        z=None if z is None else z.flatten(2),
-        after=intermediate_ssm_states,
-    )
-    return y.view(x.shape)
+    out, wide, repeat, real = torch.zeros_like(x), compute_dtype(x), x.shape[2] // B.shape[2], slots >= 0
+    own = slots[real].long()
+    new, (B, C) = x[real].to(wide), (part[real].to(wide).repeat_interleave(repeat, 2) for part in (B, C))
+    step = softplus(dt[real][..., 0].to(wide) + dt_bias[:, 0].to(wide))
+    decay, h = torch.exp(step * A[:, 0, 0].to(wide)), state[own].to(wide)
+    for token in range(x.shape[1]):
+        written = (B[:, token] * step[:, token, :, None]).unsqueeze(2) * new[:, token].unsqueeze(3)
+        h = h * decay[:, token, :, None, None] + written
+        y = (h * C[:, token].unsqueeze(2)).sum(-1) + D.to(wide) * new[:, token]
+        out[real, token] = (y if z is None else y * silu(z[real, token].to(wide))).to(x.dtype)
+        if intermediate_ssm_states is not None:
+            intermediate_ssm_states[own, token] = h.to(intermediate_ssm_states.dtype)
+    state[own] = h.to(state.dtype)
+    return out
