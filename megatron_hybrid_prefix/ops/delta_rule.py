@@ -107,7 +107,7 @@ def update_delta_rule(
     decays: torch.Tensor,
     normalise: bool,
 ) -> torch.Tensor:
-    """One token or several of each row, from its state and its ring; or none, where states are only advanced.
+    """One token or several of each row, from its state and its ring.
 
     The state at the row's end is ``exp(G) S + sum over entries i of exp(G_i) k_i w_i^T``, with the decays since: it is written
     where it is another than the slot's, rounded, and used as it was rounded. Tokens are added to the rings and change no state.
@@ -175,6 +175,16 @@ def update_delta_rule(
         meets = unit[:, 1] * (both[:, 0] * both[:, 1]).sum(-1, keepdim=True)
         outputs[filled, t] = (scale * (sums[:, 1] + meets * write[entry])).to(outputs.dtype)
     return outputs
+
+
+def flush_delta_rule(
+    states: torch.Tensor, keys: torch.Tensor, written: torch.Tensor, decays: torch.Tensor, rows: RingRows
+) -> None:
+    """`update_delta_rule` without tokens: states are written where `RingRows` says so."""
+    count = len(rows.slots)
+    k, v, gate = (ring.new_empty(count, 0, *ring.shape[2:]) for ring in (keys, written, decays))
+    rings = {"keys": keys, "written": written, "decays": decays}
+    update_delta_rule(k, k, v, gate, gate, states, rows, **rings, normalise=False)
 
 
 class _Chunks:
