@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_hybrid_prefix.layers.components import ring_entries
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
@@ -278,27 +279,27 @@ def test_decode_of_mamba2(place, dtype, tokens):
     check_same(memory, step, {}, states)
 
 
-@pytest.mark.parametrize("drafts", [0, DRAFTS])
-def test_decode_of_gated_delta_net(place, drafts):
+def test_decode_of_gated_delta_net(place):
     memory, device = place
-    shared = memory.shared(component("matrix", SSM), drafts=drafts)
-    slots = torch.tensor([MAX_REQUESTS - 1, 0, -1, 17], device=device)
-    if not drafts:
-        slots = torch.where(slots < 0, slots, FAR_PAGES - 1 - slots)
-    fill(memory.of_slots(shared.states["matrix"]), 1, slots[slots >= 0].tolist())
-    rows, steps, (heads, keys, values) = len(slots), drafts + 1, SSM
-    q, k = (rand(device, rows, steps, 2, keys, seed=seed) for seed in (1, 2))
-    v, decay, beta = (
-        rand(device, rows, steps, heads, values, seed=3),
-        -rand(device, rows, steps, heads, seed=4).abs(),
-        rand(device, rows, steps, heads, seed=5).sigmoid(),
+    states = memory.shared(component("matrix", SSM)).states
+    slots = torch.tensor([FAR_PAGES - 1, 0, -1, 17], device=device)
+    fill(memory.of_slots(states["matrix"]), 1, slots[slots >= 0].tolist())
+    rows, tokens, entries, (heads, keys, values) = len(slots), 2, ring_entries(4, 2), SSM
+    q, k = (rand(device, rows, tokens, 2, keys, seed=seed) for seed in (1, 2))
+    v, decay, beta = (rand(device, rows, tokens, heads, *size, seed=3) for size in ((values,), (), ()))
+    sizes = {"keys": (2, keys), "written": (heads, values), "decays": (heads,)}
+    rings = {name: -rand(device, rows, entries, *size, seed=4).abs() for name, size in sizes.items()}
+    kept = torch.tensor([5, FAR_PAGES - 2, 3, -1], device=device)
+    positions, origins, ends = torch.tensor(
+        [[9, 6, 9, 7], [4, 4, 4, 4], [8, 4, 8, 4]], dtype=torch.int32, device=device
     )
 
-    def step(at, matrix, matrix_after=None):
-        own = None if matrix_after is None else matrix_after[LAYER]
-        return update_delta_rule(q, k, v, decay, beta, matrix[LAYER], at(slots), normalise=True, after=own)
+    def step(at, matrix):
+        own = RingRows(at(slots), torch.arange(rows, device=device), positions, origins, ends, at(kept))
+        inputs, ring = (q, k, v, -decay.abs(), beta.sigmoid()), {name: x.clone() for name, x in rings.items()}
+        return update_delta_rule(*inputs, matrix[LAYER], own, **ring, normalise=True), *ring.values()
 
-    check_same(memory, step, {}, with_drafted(shared))
+    check_same(memory, step, {}, states)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
