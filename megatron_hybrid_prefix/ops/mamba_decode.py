@@ -436,7 +436,8 @@ def _update_kernel(
         step = tl.load(of_steps + 2 * at * heads, mask=token < 0, other=0.0)
         later = tl.load(of_steps + (2 * after + 1) * heads, mask=token < -1, other=0.0)
         A, bias = tl.load(A_ptr + head), tl.load(dt_bias_ptr + head).to(tl.float32)
-        D = tl.load(D_ptr + head) if OF_D == 1 else tl.load(D_ptr + channel + in_p, mask=p_mask, other=0.0)
+        of_D = D_ptr + (head if OF_D == 1 else channel + in_p[None, :])
+        D = tl.load(of_D) if OF_D == 1 else tl.load(of_D, mask=p_mask[None, :], other=0.0)
         for now in tl.static_range(TOKENS):
             dt = tl.load(dt_ptr + row * stride_dt_row + now * stride_dt_token + head).to(tl.float32)
             dt = stable_softplus(dt + bias)
@@ -445,7 +446,6 @@ def _update_kernel(
         for now in tl.static_range(TOKENS):
             of_now = of_new + now * (width + heads // REPEAT * N)
             C = tl.load(of_now + heads // REPEAT * N + to_B + in_n, mask=n_mask, other=0.0).to(tl.float32)
-            x_now = tl.load(of_now + channel + in_p, mask=p_mask, other=0.0).to(tl.float32)
             y = tl.sum(state.to(tl.float32) * C[None, :], 1)
             y *= tl.exp(tl.sum(tl.where(token <= now, step * A, 0.0), 0))
             weight = tl.sum(B.to(tl.float32) * C[None, :], 1) * step
@@ -453,7 +453,7 @@ def _update_kernel(
             seen = x.to(tl.float32)
             if TOKENS > 1:  # of later ones not even NaN
                 weight, seen = tl.where(token <= now, weight, 0.0), tl.where((token <= now)[:, None], seen, 0.0)
-            y += tl.sum(seen * weight[:, None], 0) + D.to(tl.float32) * x_now
+            y += tl.sum(seen * (weight[:, None] + tl.where((token == now)[:, None], D.to(tl.float32), 0.0)), 0)
             if GATE:
                 of_z = z_ptr + row * stride_z_row + now * stride_z_token + channel + in_p
                 z = tl.load(of_z, mask=p_mask, other=0.0).to(tl.float32)
