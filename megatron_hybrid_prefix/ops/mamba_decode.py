@@ -21,6 +21,7 @@ _BYTES, _WARPS, _REGISTERS = 16384, 2, None  # of a state that a program reads; 
 # Rows of a state that a flush multiplies at once, which costs registers, and how, by the bytes of the state's type: what is rounded to
 # 16 bits in three products of tensor cores.
 _FLUSH = {2: (16, "tf32x3"), 4: (8, "ieee")}
+_CORES = True  # whether states of 16 bits meet C on tensor cores
 
 
 def convolve_tokens(
@@ -183,7 +184,9 @@ def update_states(
     out = torch.empty((*xBC.shape[:2], states.shape[1] * states.shape[2]), dtype=xBC.dtype, device=xBC.device)
     of_z = (0, 0) if z is None else z.stride()[:2]
     given = xBC, dt, A, D, dt_bias, xBC if z is None else z, out, *dt.stride()[:2], *of_z
-    _launch(given, states, (inputs, steps), rows, GATE=z is not None, TOKENS=xBC.shape[1])
+    # Not in Triton's interpreter, whose products of bfloat16 are wrong.
+    cores = _CORES and xBC.is_cuda and states.dtype == xBC.dtype and xBC.element_size() == 2
+    _launch(given, states, (inputs, steps), rows, GATE=z is not None, TOKENS=xBC.shape[1], CORES=cores)
     return out
 
 
@@ -198,7 +201,7 @@ def flush_states(states: torch.Tensor, inputs: torch.Tensor, steps: torch.Tensor
         states[own.slots] = (states[own.slots].to(wide) * left[..., None, None] + added).to(states.dtype)
         rows.keep(states)
     else:
-        _launch((*(inputs,) * 7, 0, 0, 0, 0), states, (inputs, steps), rows, GATE=False, TOKENS=0)
+        _launch((*(inputs,) * 7, 0, 0, 0, 0), states, (inputs, steps), rows, GATE=False, TOKENS=0, CORES=False)
 
 
 def _entries(
@@ -382,6 +385,7 @@ def _update_kernel(
     BLOCK_E: tl.constexpr,
     PART: tl.constexpr,
     PRECISION: tl.constexpr,
+    CORES: tl.constexpr,
 ) -> None:
     """One program: BLOCK_P rows of one head's matrix, for the tokens of one row. No program overwrites what another reads."""
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -436,24 +440,34 @@ def _update_kernel(
         step = tl.load(of_steps + 2 * at * heads, mask=token < 0, other=0.0)
         later = tl.load(of_steps + (2 * after + 1) * heads, mask=token < -1, other=0.0)
         A, bias = tl.load(A_ptr + head), tl.load(dt_bias_ptr + head).to(tl.float32)
-        D = tl.load(D_ptr + head) if OF_D == 1 else tl.load(D_ptr + channel + in_p, mask=p_mask, other=0.0)
+        of_D = D_ptr + (head if OF_D == 1 else channel + in_p[None, :])
+        D = tl.load(of_D) if OF_D == 1 else tl.load(of_D, mask=p_mask[None, :], other=0.0)
         for now in tl.static_range(TOKENS):
             dt = tl.load(dt_ptr + row * stride_dt_row + now * stride_dt_token + head).to(tl.float32)
             dt = stable_softplus(dt + bias)
             step = tl.where(token == now, dt, step)
             later = tl.where(token + 1 == now, dt * A, later)
+        column = tl.arange(0, 16)
+        if CORES:  # all tokens at once; products of numbers of 16 bits are exact
+            of_C = of_new + column[None, :] * (width + heads // REPEAT * N) + heads // REPEAT * N + to_B + in_n[:, None]
+            C = tl.load(of_C, mask=(column < TOKENS)[None, :] & n_mask[:, None], other=0.0)
+            of_state_C, of_B_C = tl.dot(state, C), tl.dot(B, C)
         for now in tl.static_range(TOKENS):
-            of_now = of_new + now * (width + heads // REPEAT * N)
-            C = tl.load(of_now + heads // REPEAT * N + to_B + in_n, mask=n_mask, other=0.0).to(tl.float32)
-            x_now = tl.load(of_now + channel + in_p, mask=p_mask, other=0.0).to(tl.float32)
-            y = tl.sum(state.to(tl.float32) * C[None, :], 1)
+            if CORES:
+                y = tl.sum(tl.where((column == now)[None, :], of_state_C, 0.0), 1)
+                scores = tl.sum(tl.where((column == now)[None, :], of_B_C, 0.0), 1)
+            else:
+                of_C = of_new + now * (width + heads // REPEAT * N) + heads // REPEAT * N + to_B + in_n
+                C = tl.load(of_C, mask=n_mask, other=0.0).to(tl.float32)
+                y = tl.sum(state.to(tl.float32) * C[None, :], 1)
+                scores = tl.sum(B.to(tl.float32) * C[None, :], 1)
             y *= tl.exp(tl.sum(tl.where(token <= now, step * A, 0.0), 0))
-            weight = tl.sum(B.to(tl.float32) * C[None, :], 1) * step
+            weight = scores * step
             weight *= tl.exp(tl.cumsum(tl.where(token < now, later, 0.0), 0, reverse=True))
             seen = x.to(tl.float32)
             if TOKENS > 1:  # of later ones not even NaN
                 weight, seen = tl.where(token <= now, weight, 0.0), tl.where((token <= now)[:, None], seen, 0.0)
-            y += tl.sum(seen * weight[:, None], 0) + D.to(tl.float32) * x_now
+            y += tl.sum(seen * (weight[:, None] + tl.where((token == now)[:, None], D.to(tl.float32), 0.0)), 0)
             if GATE:
                 of_z = z_ptr + row * stride_z_row + now * stride_z_token + channel + in_p
                 z = tl.load(of_z, mask=p_mask, other=0.0).to(tl.float32)
