@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hybrid_prefix.layers.components import ring_entries, ring_tokens
+from megatron_hybrid_prefix.layers.components import mamba2_components, mamba2_ring, ring_entries, ring_tokens
+from megatron_hybrid_prefix.layers.mamba2 import KIND
 from megatron_hybrid_prefix.ops import mamba_decode
 from megatron_hybrid_prefix.ops.mamba_decode import (
     convolve_tokens,
@@ -473,16 +474,24 @@ def mixer(platform):
 def test_a_mixer_decodes_as_megatrons(mixer, tokens):
     width, shapes = mixer.in_proj.weight.shape[0], mixer.mamba_state_shapes_per_request()
     inputs, slots = rand(0, 3, tokens, width).float() / 4, torch.tensor([2, -1, 0])
-    decode, found = mixer.ssm_decode if form_of("steps of recurrent layers") == "shared" else mixer._ssm_decode, []
+    decode = mixer.ssm_decode if form_of("steps of recurrent layers") == "shared" else mixer._ssm_decode
+    ours, megatrons = ([rand(seed, 3, *shape).float() for seed, shape in enumerate(shapes)] for _ in range(2))
+    components = mamba2_components(shapes[0], "float32", shapes[1], "float32")
+    ring = {each.name: torch.full((3, *each.shape), NAN) for each in mamba2_ring(components, 8, tokens)}
+    states, none = dict(zip(("conv", "ssm"), ours, strict=True)), torch.zeros(3, dtype=torch.int32)
+    rows = RingRows(slots, torch.arange(3), none, none, none, torch.full((3,), -1))
+    layer = {"states_of_layer": lambda number: states, "ring_of_layer": lambda number: ring, "decode_rows": rows}
     with torch.inference_mode():
-        for mixer._step in (object(), None):
-            states = [rand(seed, 3, *shape).float() for seed, shape in enumerate(shapes)]
-            after = [torch.zeros(3, tokens, *shape) for shape in shapes]
-            named = dict(zip(("intermediate_conv_state", "intermediate_ssm_state"), after, strict=True))
-            found.append([decode(inputs, *states, batch_indices=slots, **named), *states, *after])
-    for ours, megatrons in zip(*found, strict=True):
-        torch.testing.assert_close(ours, megatrons, rtol=1e-5, atol=1e-5)
-    assert found[0][0].abs().max() > 0.1 and not found[0][0][1].any()
+        mixer._step, mixer._context, mixer.slot_layer_number = object(), SimpleNamespace(**layer), 1
+        found = decode(inputs, *ours, batch_indices=slots)
+        KIND.flush(states, ring, rows._replace(positions=none + tokens, ends=none + tokens))
+        mixer._step = mixer._context = None
+        after = [torch.zeros(3, tokens, *shape) for shape in shapes]
+        named = dict(zip(("intermediate_conv_state", "intermediate_ssm_state"), after, strict=True))
+        of_megatron = decode(inputs, *megatrons, batch_indices=slots, **named)
+    for one, other in zip((found, *ours), (of_megatron, *megatrons), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert found.abs().max() > 0.1 and not found[1].any()
 
 
 def test_only_a_step_of_this_packages_context_decodes_by_slots(mixer, monkeypatch):
