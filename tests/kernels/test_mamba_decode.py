@@ -162,6 +162,15 @@ def check_convolution(
             new = at - requests.last[row]
             fed[row] = torch.cat([fed[row], x[row, :new]])
         requests.poison(recent, taps - 1)
+    # Requests that end somewhere: at a token of the last step.
+    spans = zip(requests.origins, requests.last, requests.positions, strict=True)
+    ends = torch.tensor([requests.dice.randint(max(origin, last + 1), at) for origin, last, at in spans], device=device)
+    rows = requests.rows(device)._replace(ends=ends)
+    flush_windows(windows, recent, rows)
+    for row, end in enumerate(ends.tolist()):
+        if not padded[row]:
+            past = fed[row][end - start[row] :][:taps].T
+            assert torch.equal(windows[rows.slots[row]].double().cpu(), past)
 
 
 def rounding_to(exact, dtype):
