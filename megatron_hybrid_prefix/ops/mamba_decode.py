@@ -171,7 +171,7 @@ def update_states(
         repeat = heads // C.shape[2]
         state, last = states[own.slots].to(wide), own.positions - own.ends
         for token in range(tokens):
-            x, B, weight, left = _entries(inputs, steps, own.rings, own.ends, last + token + 1, states, wide)
+            x, B, weight, left = _entries((inputs, steps), own.rings, own.ends, last + token + 1, states.shape[1:])
             scores = (B * C[:, token, None]).sum(-1).repeat_interleave(repeat, 2)
             y = (state * C[:, token].repeat_interleave(repeat, 1).unsqueeze(2)).sum(-1) * left.unsqueeze(2)
             y = y + ((weight * scores).unsqueeze(3) * x).sum(1)
@@ -181,9 +181,9 @@ def update_states(
         return out
     assert xBC.is_contiguous() and dt.stride(2) == 1 and xBC.dtype == inputs.dtype and (z is None or z.stride(2) == 1)
     out = torch.empty((*xBC.shape[:2], states.shape[1] * states.shape[2]), dtype=xBC.dtype, device=xBC.device)
-    strides = *dt.stride()[:2], *((0, 0) if z is None else z.stride()[:2])
-    tensors = xBC, dt, A, D, dt_bias, xBC if z is None else z, out
-    _launch(tensors, strides, states, inputs, steps, rows, GATE=z is not None, TOKENS=xBC.shape[1])
+    of_z = (0, 0) if z is None else z.stride()[:2]
+    given = xBC, dt, A, D, dt_bias, xBC if z is None else z, out, *dt.stride()[:2], *of_z
+    _launch(given, states, (inputs, steps), rows, GATE=z is not None, TOKENS=xBC.shape[1])
     return out
 
 
@@ -191,23 +191,18 @@ def flush_states(states: torch.Tensor, inputs: torch.Tensor, steps: torch.Tensor
     """`update_states` without tokens: states are written where `RingRows` says so."""
     if inputs.dtype == torch.float64 or not runs_kernel(inputs):
         wide, own = compute_dtype(inputs), rows.where((rows.slots >= 0) & (rows.ends > rows.origins))
-        x, B, weight, left = _entries(inputs, steps, own.rings, own.origins, own.ends - own.origins, states, wide)
+        count = own.ends - own.origins
+        x, B, weight, left = _entries((inputs, steps), own.rings, own.origins, count, states.shape[1:])
         B = B.repeat_interleave(x.shape[2] // B.shape[2], 2)
         added = (x * weight.unsqueeze(3)).permute(0, 2, 3, 1) @ B.transpose(1, 2)
         states[own.slots] = (states[own.slots].to(wide) * left[..., None, None] + added).to(states.dtype)
         rows.keep(states)
     else:
-        _launch((inputs,) * 7, (0,) * 4, states, inputs, steps, rows, GATE=False, TOKENS=0)
+        _launch((*(inputs,) * 7, 0, 0, 0, 0), states, (inputs, steps), rows, GATE=False, TOKENS=0)
 
 
 def _entries(
-    inputs: torch.Tensor,
-    steps: torch.Tensor,
-    rings: torch.Tensor,
-    first: torch.Tensor,
-    count: torch.Tensor,
-    states: torch.Tensor,
-    wide: torch.dtype,
+    ring: tuple[torch.Tensor, ...], rings: torch.Tensor, first: torch.Tensor, count: torch.Tensor, shape: torch.Size
 ) -> tuple[torch.Tensor, ...]:
     """``count`` entries of each row from position ``first`` on: x and B by head and group, and what is left of them at the last.
 
@@ -215,48 +210,41 @@ def _entries(
         (rows, entries, heads, headdim), (rows, entries, groups, d_state), dt times decay (rows, entries, heads), and the decay of all
         (rows, heads). Others are zero.
     """
-    number = torch.arange(inputs.shape[1], device=inputs.device)
-    at, inside = (first[:, None] + number) % inputs.shape[1], (number < count[:, None]).unsqueeze(2)
-    heads, headdim, d_state = states.shape[1:]
-    entries = torch.where(inside, inputs[rings[:, None], at], 0).to(wide)
-    step, decay = torch.where(inside.unsqueeze(3), steps[rings[:, None], at], 0).to(wide).unbind(2)
+    wide, (heads, headdim, d_state), number = (
+        compute_dtype(ring[0]),
+        shape,
+        torch.arange(ring[0].shape[1], device=first.device),
+    )
+    at, inside = (first[:, None] + number) % len(number), (number < count[:, None])[:, :, None, None]
+    inputs = torch.where(inside[..., 0], ring[0][rings[:, None], at], 0).to(wide)
+    step, decay = torch.where(inside, ring[1][rings[:, None], at], 0).to(wide).unbind(2)
     total, after = sums_after(decay)
-    x, B = entries.split([heads * headdim, entries.shape[2] - heads * headdim], 2)
+    x, B = inputs.split([heads * headdim, inputs.shape[2] - heads * headdim], 2)
     x, B = x.unflatten(2, (heads, headdim)), B.unflatten(2, (-1, d_state))
     return x, B, step * torch.exp(after), torch.exp(total)
 
 
 def _launch(
-    tensors: tuple[torch.Tensor, ...],
-    strides: tuple[int, ...],
-    states: torch.Tensor,
-    inputs: torch.Tensor,
-    steps: torch.Tensor,
-    rows: RingRows,
-    **constants: Any,
+    given: tuple[Any, ...], states: torch.Tensor, ring: tuple[torch.Tensor, ...], rows: RingRows, **constants: Any
 ) -> None:
-    """Runs the kernel; ``tensors`` and ``strides`` are those that a flush does without."""
-    _, heads, headdim, d_state = states.shape
+    """Runs the kernel; ``given`` is what a flush does without."""
+    (_, heads, headdim, d_state), (inputs, steps) = states.shape, ring
     assert states[0].is_contiguous() and inputs[0].is_contiguous() and steps[0].is_contiguous()
     assert steps.shape[1] == inputs.shape[1] and steps.dtype == torch.float32
     tile = tile_of(headdim, d_state, states.element_size(), inputs.shape[1] - constants["TOKENS"], constants["TOKENS"])
     if len(rows.slots):
         _update_kernel[(triton.cdiv(headdim, tile["BLOCK_P"]), heads, len(rows.slots))](
-            *tensors,
+            *given,
             states,
-            inputs,
-            steps,
+            *ring,
             *rows,
-            *strides,
-            states.stride(0),
-            inputs.stride(0),
-            steps.stride(0),
+            *(tensor.stride(0) for tensor in (states, *ring)),
             heads,
             P=headdim,
             N=d_state,
             REPEAT=heads * d_state // (inputs.shape[2] - heads * headdim),
             ENTRIES=inputs.shape[1],
-            OF_D=headdim if tensors[3].numel() > heads else 1,
+            OF_D=headdim if given[3].numel() > heads else 1,
             **constants,
             **tile,
         )
@@ -332,37 +320,28 @@ def _convolve_tokens_kernel(
     of_kept = windows_ptr + kept_slot * stride_slot + channel * TAPS
     of_recent = recent_ptr + tl.load(rings_ptr + row) * stride_ring + channel
     x1 = _input_at(position - 1, origin, of_window, of_recent, entries, dim, inside, TAPS)
-    x2, x3 = x1, x1
-    if TAPS > 2:
-        x2 = _input_at(position - 2, origin, of_window, of_recent, entries, dim, inside, TAPS)
-    if TAPS > 3:
-        x3 = _input_at(position - 3, origin, of_window, of_recent, entries, dim, inside, TAPS)
+    x2 = _input_at(position - 2, origin, of_window, of_recent, entries, dim, inside & (TAPS > 2), TAPS)
+    x3 = _input_at(position - 3, origin, of_window, of_recent, entries, dim, inside & (TAPS > 3), TAPS)
     if (end > origin) | (kept_slot >= 0):
         for column in tl.static_range(TAPS):  # written from the oldest on: a later column is read further right
             x = _input_at(end - TAPS + column, origin, of_window, of_recent, entries, dim, inside, TAPS)
             tl.store(of_window + column, x, mask=inside & (end > origin))
             tl.store(of_kept + column, x, mask=inside & (kept_slot >= 0))
-    if tokens > 0:
-        of_weight = weight_ptr + channel * TAPS + TAPS - 1
-        w0 = tl.load(of_weight, mask=inside, other=0.0).to(kept).to(tl.float32)
-        w1 = tl.load(of_weight - 1, mask=inside, other=0.0).to(kept).to(tl.float32)
-        w2, w3 = w1, w1
-        if TAPS > 2:
-            w2 = tl.load(of_weight - 2, mask=inside, other=0.0).to(kept).to(tl.float32)
-        if TAPS > 3:
-            w3 = tl.load(of_weight - 3, mask=inside, other=0.0).to(kept).to(tl.float32)
-        bias = tl.zeros([CHANNELS], tl.float32)
-        if BIAS:
-            bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(kept).to(tl.float32)
-        for token in range(tokens):
-            x0 = tl.load(of_inputs + token * stride_token, mask=inside, other=0.0).to(kept)
-            f3, f2, f1, f0 = x3.to(tl.float32), x2.to(tl.float32), x1.to(tl.float32), x0.to(tl.float32)
-            out = add_taps(bias, f3, f2, f1, f0, w3, w2, w1, w0, kept, TAPS)
-            tl.store(of_out + token * dim, out.to(out_ptr.dtype.element_ty), mask=inside)
-            tl.store(of_recent + ((position + token) % entries).to(tl.int64) * dim, x0, mask=inside)
-            x3 = x2
-            x2 = x1
-            x1 = x0
+    of_weight = weight_ptr + channel * TAPS + TAPS - 1
+    w0 = tl.load(of_weight, mask=inside, other=0.0).to(kept).to(tl.float32)
+    w1 = tl.load(of_weight - 1, mask=inside, other=0.0).to(kept).to(tl.float32)
+    w2 = tl.load(of_weight - 2, mask=inside & (TAPS > 2), other=0.0).to(kept).to(tl.float32)
+    w3 = tl.load(of_weight - 3, mask=inside & (TAPS > 3), other=0.0).to(kept).to(tl.float32)
+    bias = tl.load(bias_ptr + channel, mask=inside & BIAS, other=0.0).to(kept).to(tl.float32)
+    for token in range(tokens):
+        x0 = tl.load(of_inputs + token * stride_token, mask=inside, other=0.0).to(kept)
+        f3, f2, f1, f0 = x3.to(tl.float32), x2.to(tl.float32), x1.to(tl.float32), x0.to(tl.float32)
+        out = add_taps(bias, f3, f2, f1, f0, w3, w2, w1, w0, kept, TAPS)
+        tl.store(of_out + token * dim, out.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(of_recent + ((position + token) % entries).to(tl.int64) * dim, x0, mask=inside)
+        x3 = x2
+        x2 = x1
+        x1 = x0
 
 
 @jit
@@ -374,6 +353,10 @@ def _update_kernel(
     dt_bias_ptr: tl.tensor,  # (heads,)
     z_ptr: tl.tensor,  # (rows, TOKENS, heads x P), strided over rows and tokens; unused without GATE
     out_ptr: tl.tensor,  # (rows, TOKENS, heads x P), contiguous
+    stride_dt_row: tl.int64,
+    stride_dt_token: tl.int64,
+    stride_z_row: tl.int64,
+    stride_z_token: tl.int64,
     states_ptr: tl.tensor,  # (slots, heads, P, N), strided over slots
     inputs_ptr: tl.tensor,  # (rings, ENTRIES, heads x P + groups x N), strided over rings
     steps_ptr: tl.tensor,  # (rings, ENTRIES, 2, heads) float32, strided over rings
@@ -383,10 +366,6 @@ def _update_kernel(
     origins_ptr: tl.tensor,
     ends_ptr: tl.tensor,
     kept_ptr: tl.tensor,
-    stride_dt_row: tl.int64,
-    stride_dt_token: tl.int64,
-    stride_z_row: tl.int64,
-    stride_z_token: tl.int64,
     stride_slot: tl.int64,
     stride_inputs: tl.int64,
     stride_steps: tl.int64,
@@ -457,7 +436,8 @@ def _update_kernel(
         step = tl.load(of_steps + 2 * at * heads, mask=token < 0, other=0.0)
         later = tl.load(of_steps + (2 * after + 1) * heads, mask=token < -1, other=0.0)
         A, bias = tl.load(A_ptr + head), tl.load(dt_bias_ptr + head).to(tl.float32)
-        D = tl.load(D_ptr + head) if OF_D == 1 else tl.load(D_ptr + channel + in_p, mask=p_mask, other=0.0)
+        of_D = D_ptr + (head if OF_D == 1 else channel + in_p[None, :])
+        D = tl.load(of_D) if OF_D == 1 else tl.load(of_D, mask=p_mask[None, :], other=0.0)
         for now in tl.static_range(TOKENS):
             dt = tl.load(dt_ptr + row * stride_dt_row + now * stride_dt_token + head).to(tl.float32)
             dt = stable_softplus(dt + bias)
@@ -466,7 +446,6 @@ def _update_kernel(
         for now in tl.static_range(TOKENS):
             of_now = of_new + now * (width + heads // REPEAT * N)
             C = tl.load(of_now + heads // REPEAT * N + to_B + in_n, mask=n_mask, other=0.0).to(tl.float32)
-            x_now = tl.load(of_now + channel + in_p, mask=p_mask, other=0.0).to(tl.float32)
             y = tl.sum(state.to(tl.float32) * C[None, :], 1)
             y *= tl.exp(tl.sum(tl.where(token <= now, step * A, 0.0), 0))
             weight = tl.sum(B.to(tl.float32) * C[None, :], 1) * step
@@ -474,7 +453,7 @@ def _update_kernel(
             seen = x.to(tl.float32)
             if TOKENS > 1:  # of later ones not even NaN
                 weight, seen = tl.where(token <= now, weight, 0.0), tl.where((token <= now)[:, None], seen, 0.0)
-            y += tl.sum(seen * weight[:, None], 0) + D.to(tl.float32) * x_now
+            y += tl.sum(seen * (weight[:, None] + tl.where((token == now)[:, None], D.to(tl.float32), 0.0)), 0)
             if GATE:
                 of_z = z_ptr + row * stride_z_row + now * stride_z_token + channel + in_p
                 z = tl.load(of_z, mask=p_mask, other=0.0).to(tl.float32)
