@@ -13,6 +13,8 @@ type, and accumulate in float32.
 Chunks are cut at the multiples of 64: all chunks of a sequence but the first and the last hold 64 tokens. A chunk's
 arithmetic depends on its tokens and the state before it alone, not on its place in the step: a request that resumes at
 the end of a chunk computes the same bits as one that does not.
+
+A decode runs `_update_kernel`. Its products run on tensor cores, and have the accuracy of float32.
 """
 
 from __future__ import annotations
@@ -203,13 +205,14 @@ def update_by_kernel(
 def update_options(matrices: int, key_size: int, value_size: int, tokens: int, processors: int) -> dict[str, Any]:
     """Tiles and warps of a decode. Fewer columns for a few matrices: a column's bits do not depend on how many a program has."""
     columns, block_k = (max(16, triton.next_power_of_2(size)) for size in (value_size, key_size))
-    columns = min(_COLUMNS, columns)
+    columns = min(_COLUMNS if block_k <= 128 else _COLUMNS // 2, columns)
     while columns > 32 and matrices * triton.cdiv(value_size, columns) < _PROGRAMS * processors:
         columns //= 2
     tile = {"K": key_size, "V": value_size, "TOKENS": tokens, "BLOCK_T": max(8, triton.next_power_of_2(tokens))}
     tile |= {"BLOCK_E": 16, "BLOCK_K": block_k, "BLOCK_V": columns, "PART_K": min(32, block_k), "PART_V": 16}
-    # As many registers as three programs of a multiprocessor have, or four.
-    return tile | {"num_warps": 4, "num_stages": 1, "maxnreg": 168 if columns == _COLUMNS else 128}
+    # As many registers as three programs of a multiprocessor can have, or four.
+    tile |= {"maxnreg": 168 if columns == _COLUMNS else 128} if block_k <= 128 else {}
+    return tile | {"num_warps": 4, "num_stages": 1}
 
 
 def contiguous_from(tensor: torch.Tensor, dim: int) -> torch.Tensor:
