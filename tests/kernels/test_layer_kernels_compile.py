@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_hybrid_prefix.lab import capacity
+from megatron_hybrid_prefix.layers.components import ring_entries
 from megatron_hybrid_prefix.ops import (
     convolution,
     delta_gates,
@@ -19,7 +20,6 @@ from megatron_hybrid_prefix.ops import (
 )
 from megatron_hybrid_prefix.ops.invariant import linear_triton
 from megatron_hybrid_prefix.ops.invariant.linear_triton import tile_for
-from megatron_hybrid_prefix.ops.rings import ring_entries
 from megatron_hybrid_prefix.platform.kernels import attention_cuda
 from tests.kernels.compiled import compiled, faults, spills
 
