@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -20,31 +21,45 @@ from tests.gpu.long_episodes import (
     tail_of,
     worse,
 )
+from tests.harness.workers.launch import run_play
 
-FORM = Form(longest=1024, block=16, chunk=128, answer=8, turns=200)
+FORM = Form(longest=896, block=16, chunk=128, answer=8, turns=200)
+SMALL = FORM._replace(longest=512, answer=12, turns=60)
+
+
+def played(_model, preset, form, name, spoil=lambda engine: None, every=1):
+    """Log-probs of an engine as `play` returns them, and whether it preempted; on several ranks, too."""
+    source, form = source_of(preset, None, Form(*form)), Form(*form)
+    agents = agents_of(form, source)
+    engine = built(name, model_of(source), agents, form)
+    spoil(engine)
+    return play(engine, agents, every), getattr(engine, "evicted_request_count", 0)
 
 
 @pytest.fixture(scope="module")
-def tails(platform):
-    """Tails of engines, and the plain forward's log-probs of the first agent."""
-    source = source_of("tiny", None, FORM)
-    agents = agents_of(FORM, source)
-    right = in_one_forward(model_of(source), agents, FORM)
+def episodes(platform):
+    """Of a preset and a form: the tail of what `played` returns, that of caching off, the first agent, and its plain forward."""
 
-    def of(name, spoil=lambda engine: None):
-        engine = built(name, model_of(source), agents, FORM)
-        spoil(engine)
-        return tail_of(play(engine, agents, ENGINES[name].get("every", 1)), agents, right, FORM.longest)
+    @cache
+    def of(preset, form):
+        source = source_of(preset, None, form)
+        agents = agents_of(form, source)
+        right = in_one_forward(model_of(source), agents, form)
 
-    return of, of("off"), agents[0], right[0]
+        def tail(found):
+            return tail_of(found, agents, right, form.longest)
+
+        return tail, tail(played(None, preset, form, "off")[0]), agents[0], right[0]
+
+    return of
 
 
 def largest(tail):
     return max(one["largest"] for one in tail["position"])
 
 
-def test_the_plain_forward_is_a_loop_over_tokens(tails):
-    _, _, agent, right = tails
+def test_the_plain_forward_is_a_loop_over_tokens(episodes):
+    _, _, agent, right = episodes("tiny", FORM)
     (exact,) = in_float64(model_of(source_of("tiny", None, FORM)), [agent])
     assert (torch.tensor(exact) - torch.tensor(right)).abs().max() < 1e-3
 
@@ -65,17 +80,41 @@ def zeroed(engine):
     context.transfer_bookkeeping_to_gpu = damaging
 
 
-@pytest.mark.parametrize("name", ["ours", "ours, host"])
-def test_ours_has_no_tail(tails, name):
-    of, off, *_ = tails
-    found = of(name)
-    assert worse(found, off) == []
-    assert max(largest(found), largest(off)) < 0.01
+def has_no_tail(of, found):
+    tail, off, *_ = of
+    own = tail(found)
+    assert worse(own, off) == []
+    assert max(largest(own), largest(off)) < 0.01
+
+
+CASES = [
+    ("ours", "tiny", FORM),
+    ("ours, tight", "tiny", FORM),
+    ("ours, bits", "tiny-mtp", SMALL),
+    ("ours, drafts", "tiny-mtp", SMALL),
+]
+
+
+@pytest.mark.parametrize(("name", "preset", "form"), CASES)
+def test_ours_has_no_tail(episodes, name, preset, form):
+    found, preempted = played(None, preset, form, name)
+    has_no_tail(episodes(preset, form), found)
+    assert (preempted > 0) == ("share" in ENGINES[name])
+
+
+@pytest.mark.multi
+def test_ranks_have_no_tail(episodes, tmp_path):
+    """Tensor-parallel layers, and experts of which each rank has its own."""
+    part = ["tests.engine.test_long_episodes:played", "tiny-moe", SMALL, "ours, tight"]
+    for rank in run_play(tmp_path, {"sizes": {"tp": 2, "ep": 2, "etp": 1}, "parts": {"ours": part}}):
+        found, preempted = rank["ours"]
+        has_no_tail(episodes("tiny-moe", SMALL), found)
+        assert preempted > 0
 
 
 @pytest.mark.parametrize(("name", "spoil"), [("megatron", lambda engine: None), ("ours", zeroed)])
-def test_the_tail_of_wrong_states_is_seen(tails, name, spoil):
-    of, off, *_ = tails
-    found = of(name, spoil)
+def test_the_tail_of_wrong_states_is_seen(episodes, name, spoil):
+    tail, off, *_ = episodes("tiny", FORM)
+    found = tail(played(None, "tiny", FORM, name, spoil, every=2)[0])
     assert worse(found, off) != []
     assert largest(found) > 1 and math.exp(largest(found)) > 2
