@@ -24,7 +24,7 @@ from tests.gpu.long_episodes import (
 from tests.harness.workers.launch import run_play
 
 FORM = Form(longest=896, block=16, chunk=128, answer=8, turns=200)
-SMALL = FORM._replace(longest=512, answer=12, turns=60)
+SMALL = FORM._replace(longest=512, answer=32, turns=40)
 
 
 def played(_model, preset, form, name, spoil=lambda engine: None, every=1):
@@ -89,7 +89,7 @@ def has_no_tail(of, found):
 
 CASES = [
     ("ours", "tiny", FORM),
-    ("ours, tight", "tiny", FORM),
+    ("ours, host", "tiny", FORM),
     ("ours, bits", "tiny-mtp", SMALL),
     ("ours, drafts", "tiny-mtp", SMALL),
 ]
@@ -104,7 +104,7 @@ def test_ours_has_no_tail(episodes, name, preset, form):
 
 @pytest.mark.multi
 def test_ranks_have_no_tail(episodes, tmp_path):
-    """Tensor-parallel layers, and experts of which each rank has its own."""
+    """Tensor-parallel layers, experts of which each rank has its own, and a host tier to which preempted requests go."""
     part = ["tests.engine.test_long_episodes:played", "tiny-moe", SMALL, "ours, tight"]
     for rank in run_play(tmp_path, {"sizes": {"tp": 2, "ep": 2, "etp": 1}, "parts": {"ours": part}}):
         found, preempted = rank["ours"]
