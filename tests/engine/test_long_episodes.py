@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -27,28 +27,26 @@ FORM = Form(longest=896, block=16, chunk=128, answer=8, turns=200)
 SMALL = FORM._replace(longest=512, answer=32, turns=40)
 
 
-def played(_model, preset, form, name, spoil=lambda engine: None, every=1):
-    """Log-probs of an engine as `play` returns them, and whether it preempted; on several ranks, too."""
-    source, form = source_of(preset, None, Form(*form)), Form(*form)
+def played(_, preset, form, name, spoil=lambda engine: None, every=1):
+    """Log-probs as `play` returns them, and requests that the engine preempted; on several ranks, too."""
+    form = Form(*form)
+    source = source_of(preset, None, form)
     agents = agents_of(form, source)
     engine = built(name, model_of(source), agents, form)
     spoil(engine)
-    return play(engine, agents, every), getattr(engine, "evicted_request_count", 0)
+    return play(engine, agents, every), engine.evicted_request_count
 
 
 @pytest.fixture(scope="module")
 def episodes(platform):
-    """Of a preset and a form: the tail of what `played` returns, that of caching off, the first agent, and its plain forward."""
+    """Of a preset and a form: the tail of what `play` returns, that of caching off, the first agent, and its plain forward."""
 
     @cache
     def of(preset, form):
         source = source_of(preset, None, form)
         agents = agents_of(form, source)
         right = in_one_forward(model_of(source), agents, form)
-
-        def tail(found):
-            return tail_of(found, agents, right, form.longest)
-
+        tail = partial(tail_of, agents=agents, right=right, longest=form.longest)
         return tail, tail(played(None, preset, form, "off")[0]), agents[0], right[0]
 
     return of
@@ -80,36 +78,26 @@ def zeroed(engine):
     context.transfer_bookkeeping_to_gpu = damaging
 
 
-def has_no_tail(of, found):
-    tail, off, *_ = of
-    own = tail(found)
-    assert worse(own, off) == []
-    assert max(largest(own), largest(off)) < 0.01
-
-
 CASES = [
-    ("ours", "tiny", FORM),
-    ("ours, host", "tiny", FORM),
-    ("ours, bits", "tiny-mtp", SMALL),
-    ("ours, drafts", "tiny-mtp", SMALL),
+    ("ours", "tiny", FORM, None),
+    ("ours, host", "tiny", FORM, None),
+    ("ours, bits", "tiny-mtp", SMALL, None),
+    ("ours, drafts", "tiny-mtp", SMALL, None),
+    pytest.param("ours, tight", "tiny-moe", SMALL, {"tp": 2, "ep": 2, "etp": 1}, marks=pytest.mark.multi),
 ]
 
 
-@pytest.mark.parametrize(("name", "preset", "form"), CASES)
-def test_ours_has_no_tail(episodes, name, preset, form):
-    found, preempted = played(None, preset, form, name)
-    has_no_tail(episodes(preset, form), found)
-    assert (preempted > 0) == ("share" in ENGINES[name])
-
-
-@pytest.mark.multi
-def test_ranks_have_no_tail(episodes, tmp_path):
-    """Tensor-parallel layers, experts of which each rank has its own, and a host tier to which preempted requests go."""
-    part = ["tests.engine.test_long_episodes:played", "tiny-moe", SMALL, "ours, tight"]
-    for rank in run_play(tmp_path, {"sizes": {"tp": 2, "ep": 2, "etp": 1}, "parts": {"ours": part}}):
-        found, preempted = rank["ours"]
-        has_no_tail(episodes("tiny-moe", SMALL), found)
-        assert preempted > 0
+@pytest.mark.parametrize(("name", "preset", "form", "sizes"), CASES)
+def test_ours_has_no_tail(episodes, tmp_path, name, preset, form, sizes):
+    """Nor if running requests are preempted, and on ranks that each have their own experts."""
+    tail, off, *_ = episodes(preset, form)
+    part = [f"{__name__}:played", preset, form, name]
+    ranks = run_play(tmp_path, {"sizes": sizes, "parts": {"ours": part}}) if sizes else [{"ours": played(*part)}]
+    for found, preempted in (rank["ours"] for rank in ranks):
+        own = tail(found)
+        assert worse(own, off) == []
+        assert max(largest(own), largest(off)) < 0.01
+        assert (preempted > 0) == ("share" in ENGINES[name])
 
 
 @pytest.mark.parametrize(("name", "spoil"), [("megatron", lambda engine: None), ("ours", zeroed)])

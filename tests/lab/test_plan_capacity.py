@@ -276,7 +276,7 @@ def test_a_host_tier(tmp_path, capsys):
         (["--cache-gb", "9", "--num-speculative-tokens", "9"], "--cache-gb 9: "),
         (["--cache-gb", "1e300"], "--cache-gb 1e+300: more than any machine has"),
         (["--cache-gb", "9", "--host-gb", "0.01"], "--host-gb 0.01: a state and a KV block take 0.0526 GiB"),
-        (["--cache-gb", "9", "--enable-return-routed-experts"], "--enable-return-routed-experts: needs --hf or a preset"),
+        (["--cache-gb", "9", "--enable-return-routed-experts"], "--enable-return-routed-experts: needs --hf"),
     ],
 )
 def test_bad_input_is_one_line(capsys, arguments, message):
