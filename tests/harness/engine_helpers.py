@@ -75,7 +75,8 @@ def cache_gb_for(
     from megatron_hybrid_prefix.pool.shared_memory import BlockShape, slot_bytes
 
     config = model.hybrid_config
-    shape = (block_tokens, config.num_query_groups, config.kv_channels)
+    heads = max(1, config.num_query_groups // model.config.tensor_model_parallel_size)
+    shape = (block_tokens, heads, config.kv_channels)
     block = BlockShape(before=(2, config.count("*")), after=shape, dtype=getattr(torch, config.dtype))
     size = slot_bytes(mamba_state_config(model).states.slots)
     page = PageLayout.of(block_bytes=block.bytes, state_bytes=size, alignment_bytes=ALIGNMENT_BYTES)
