@@ -27,7 +27,7 @@ from megatron_hybrid_prefix.mcore.engine.removals import Removals
 from megatron_hybrid_prefix.mcore.engine.requests import Answer, Prompt, RequestRules
 from megatron_hybrid_prefix.mcore.engine.sampling import end_tokens_of
 from megatron_hybrid_prefix.mcore.engine.scheduling import PrefixScheduling
-from megatron_hybrid_prefix.mcore.ranks.coordinator import PrefixCoordinator, meet_subscribers
+from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
 from megatron_hybrid_prefix.mcore.state.layout import check_described
 from megatron_hybrid_prefix.mcore.state.weights import WeightSamples
 from megatron_hybrid_prefix.platform.kernel_caches import kernel_folders
@@ -247,7 +247,6 @@ class HybridPrefixEngine(EngineSeam):
 
     async def start_listening_to_data_parallel_coordinator(self, *args: Any, **kwargs: Any) -> str:
         """Returns once all ranks receive each other's messages."""
-        check_overrides(PrefixCoordinator)
         address: str = await super().start_listening_to_data_parallel_coordinator(*args, **kwargs)
         meet_subscribers(self)  # before the engine's loop starts
         if self.ep_world_size == 1:
