@@ -71,8 +71,9 @@ def convolve_tokens(
 def flush_windows(windows: torch.Tensor, recent: torch.Tensor, rows: RingRows) -> None:
     """`convolve_tokens` without tokens: windows are written where `RingRows` says so."""
     if windows.dtype == torch.float64 or not runs_kernel(windows):
-        taps, own = windows.shape[2], rows.where((rows.slots >= 0) & (rows.ends > rows.origins))
-        windows[own.slots] = _inputs_at(own.ends - taps, taps, windows, recent, own).transpose(1, 2)
+        taps, own = windows.shape[2], rows.flushed()
+        if len(own.slots):
+            windows[own.slots] = _inputs_at(own.ends - taps, taps, windows, recent, own).transpose(1, 2)
         rows.keep(windows)
     else:
         _convolve(windows.new_empty(len(rows.slots), 0, windows.shape[1]), windows, windows, None, recent, rows)
@@ -163,12 +164,12 @@ def update_states(
         flush_states(states, inputs, steps, rows)
         wide, (_, heads, headdim, d_state), tokens = compute_dtype(xBC), states.shape, xBC.shape[1]
         out, real = xBC.new_zeros(*xBC.shape[:2], heads * headdim), rows.slots >= 0
-        own = rows.where(real)
+        own, given = rows.where(real), xBC[real]
         at = own.rings[:, None], (own.positions[:, None] + torch.arange(tokens, device=xBC.device)) % inputs.shape[1]
-        inputs[at] = xBC[real][..., : inputs.shape[2]]
+        inputs[at] = given[..., : inputs.shape[2]]
         step = softplus(dt[real].to(wide) + dt_bias.to(wide))
         steps[at] = torch.stack([step, step * A.to(wide)], 2).to(steps.dtype)
-        C = xBC[real][..., inputs.shape[2] :].to(wide).unflatten(-1, (-1, d_state))
+        C = given[..., inputs.shape[2] :].to(wide).unflatten(-1, (-1, d_state))
         repeat = heads // C.shape[2]
         state, last = states[own.slots].to(wide), own.positions - own.ends
         for token in range(tokens):
@@ -176,7 +177,7 @@ def update_states(
             scores = (B * C[:, token, None]).sum(-1).repeat_interleave(repeat, 2)
             y = (state * C[:, token].repeat_interleave(repeat, 1).unsqueeze(2)).sum(-1) * left.unsqueeze(2)
             y = y + ((weight * scores).unsqueeze(3) * x).sum(1)
-            now = xBC[real, token, : heads * headdim].to(wide)
+            now = given[:, token, : heads * headdim].to(wide)
             y = y.flatten(1) + (D.to(wide).view(heads, -1) * now.unflatten(1, (heads, -1))).flatten(1)
             out[real, token] = (y if z is None else y * silu(z[real, token].to(wide))).to(out.dtype)
         return out
@@ -193,12 +194,13 @@ def update_states(
 def flush_states(states: torch.Tensor, inputs: torch.Tensor, steps: torch.Tensor, rows: RingRows) -> None:
     """`update_states` without tokens: states are written where `RingRows` says so."""
     if inputs.dtype == torch.float64 or not runs_kernel(inputs):
-        wide, own = compute_dtype(inputs), rows.where((rows.slots >= 0) & (rows.ends > rows.origins))
-        count = own.ends - own.origins
-        x, B, weight, left = _entries((inputs, steps), own.rings, own.origins, count, states.shape[1:])
-        B = B.repeat_interleave(x.shape[2] // B.shape[2], 2)
-        added = (x * weight.unsqueeze(3)).permute(0, 2, 3, 1) @ B.transpose(1, 2)
-        states[own.slots] = (states[own.slots].to(wide) * left[..., None, None] + added).to(states.dtype)
+        own = rows.flushed()
+        if len(own.slots):
+            count = own.ends - own.origins
+            x, B, weight, left = _entries((inputs, steps), own.rings, own.origins, count, states.shape[1:])
+            B = B.repeat_interleave(x.shape[2] // B.shape[2], 2)
+            added = (x * weight.unsqueeze(3)).permute(0, 2, 3, 1) @ B.transpose(1, 2)
+            states[own.slots] = (states[own.slots].to(added.dtype) * left[..., None, None] + added).to(states.dtype)
         rows.keep(states)
     else:
         _launch((*(inputs,) * 7, 0, 0, 0, 0), states, (inputs, steps), rows, GATE=False, TOKENS=0, CORES=False)
