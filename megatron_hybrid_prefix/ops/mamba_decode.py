@@ -164,12 +164,12 @@ def update_states(
         flush_states(states, inputs, steps, rows)
         wide, (_, heads, headdim, d_state), tokens = compute_dtype(xBC), states.shape, xBC.shape[1]
         out, real = xBC.new_zeros(*xBC.shape[:2], heads * headdim), rows.slots >= 0
-        own, given = rows.where(real), xBC[real]
+        own, new = rows.where(real), xBC[real]
         at = own.rings[:, None], (own.positions[:, None] + torch.arange(tokens, device=xBC.device)) % inputs.shape[1]
-        inputs[at] = given[..., : inputs.shape[2]]
+        inputs[at] = new[..., : inputs.shape[2]]
         step = softplus(dt[real].to(wide) + dt_bias.to(wide))
         steps[at] = torch.stack([step, step * A.to(wide)], 2).to(steps.dtype)
-        C = given[..., inputs.shape[2] :].to(wide).unflatten(-1, (-1, d_state))
+        C = new[..., inputs.shape[2] :].to(wide).unflatten(-1, (-1, d_state))
         repeat = heads // C.shape[2]
         state, last = states[own.slots].to(wide), own.positions - own.ends
         for token in range(tokens):
@@ -177,7 +177,7 @@ def update_states(
             scores = (B * C[:, token, None]).sum(-1).repeat_interleave(repeat, 2)
             y = (state * C[:, token].repeat_interleave(repeat, 1).unsqueeze(2)).sum(-1) * left.unsqueeze(2)
             y = y + ((weight * scores).unsqueeze(3) * x).sum(1)
-            now = given[:, token, : heads * headdim].to(wide)
+            now = new[:, token, : heads * headdim].to(wide)
             y = y.flatten(1) + (D.to(wide).view(heads, -1) * now.unflatten(1, (heads, -1))).flatten(1)
             out[real, token] = (y if z is None else y * silu(z[real, token].to(wide))).to(out.dtype)
         return out
