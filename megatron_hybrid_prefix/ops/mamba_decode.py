@@ -21,6 +21,7 @@ _BYTES, _WARPS, _REGISTERS = 16384, 2, None  # of a state that a program reads; 
 # Rows of a state that a flush multiplies at once, which costs registers, and how, by the bytes of the state's type: what is rounded to
 # 16 bits in three products of tensor cores.
 _FLUSH = {2: (16, "tf32x3"), 4: (8, "ieee")}
+_CORES = True  # whether states of 16 bits meet C on tensor cores
 
 
 def convolve_tokens(
@@ -70,8 +71,9 @@ def convolve_tokens(
 def flush_windows(windows: torch.Tensor, recent: torch.Tensor, rows: RingRows) -> None:
     """`convolve_tokens` without tokens: windows are written where `RingRows` says so."""
     if windows.dtype == torch.float64 or not runs_kernel(windows):
-        taps, own = windows.shape[2], rows.where((rows.slots >= 0) & (rows.ends > rows.origins))
-        windows[own.slots] = _inputs_at(own.ends - taps, taps, windows, recent, own).transpose(1, 2)
+        taps, own = windows.shape[2], rows.flushed()
+        if len(own.slots):
+            windows[own.slots] = _inputs_at(own.ends - taps, taps, windows, recent, own).transpose(1, 2)
         rows.keep(windows)
     else:
         _convolve(windows.new_empty(len(rows.slots), 0, windows.shape[1]), windows, windows, None, recent, rows)
@@ -162,12 +164,12 @@ def update_states(
         flush_states(states, inputs, steps, rows)
         wide, (_, heads, headdim, d_state), tokens = compute_dtype(xBC), states.shape, xBC.shape[1]
         out, real = xBC.new_zeros(*xBC.shape[:2], heads * headdim), rows.slots >= 0
-        own = rows.where(real)
+        own, new = rows.where(real), xBC[real]
         at = own.rings[:, None], (own.positions[:, None] + torch.arange(tokens, device=xBC.device)) % inputs.shape[1]
-        inputs[at] = xBC[real][..., : inputs.shape[2]]
+        inputs[at] = new[..., : inputs.shape[2]]
         step = softplus(dt[real].to(wide) + dt_bias.to(wide))
         steps[at] = torch.stack([step, step * A.to(wide)], 2).to(steps.dtype)
-        C = xBC[real][..., inputs.shape[2] :].to(wide).unflatten(-1, (-1, d_state))
+        C = new[..., inputs.shape[2] :].to(wide).unflatten(-1, (-1, d_state))
         repeat = heads // C.shape[2]
         state, last = states[own.slots].to(wide), own.positions - own.ends
         for token in range(tokens):
@@ -175,7 +177,7 @@ def update_states(
             scores = (B * C[:, token, None]).sum(-1).repeat_interleave(repeat, 2)
             y = (state * C[:, token].repeat_interleave(repeat, 1).unsqueeze(2)).sum(-1) * left.unsqueeze(2)
             y = y + ((weight * scores).unsqueeze(3) * x).sum(1)
-            now = xBC[real, token, : heads * headdim].to(wide)
+            now = new[:, token, : heads * headdim].to(wide)
             y = y.flatten(1) + (D.to(wide).view(heads, -1) * now.unflatten(1, (heads, -1))).flatten(1)
             out[real, token] = (y if z is None else y * silu(z[real, token].to(wide))).to(out.dtype)
         return out
@@ -183,22 +185,25 @@ def update_states(
     out = torch.empty((*xBC.shape[:2], states.shape[1] * states.shape[2]), dtype=xBC.dtype, device=xBC.device)
     of_z = (0, 0) if z is None else z.stride()[:2]
     given = xBC, dt, A, D, dt_bias, xBC if z is None else z, out, *dt.stride()[:2], *of_z
-    _launch(given, states, (inputs, steps), rows, GATE=z is not None, TOKENS=xBC.shape[1])
+    # Not in Triton's interpreter, whose products of bfloat16 are wrong.
+    cores = _CORES and xBC.is_cuda and states.dtype == xBC.dtype and xBC.element_size() == 2
+    _launch(given, states, (inputs, steps), rows, GATE=z is not None, TOKENS=xBC.shape[1], CORES=cores)
     return out
 
 
 def flush_states(states: torch.Tensor, inputs: torch.Tensor, steps: torch.Tensor, rows: RingRows) -> None:
     """`update_states` without tokens: states are written where `RingRows` says so."""
     if inputs.dtype == torch.float64 or not runs_kernel(inputs):
-        wide, own = compute_dtype(inputs), rows.where((rows.slots >= 0) & (rows.ends > rows.origins))
-        count = own.ends - own.origins
-        x, B, weight, left = _entries((inputs, steps), own.rings, own.origins, count, states.shape[1:])
-        B = B.repeat_interleave(x.shape[2] // B.shape[2], 2)
-        added = (x * weight.unsqueeze(3)).permute(0, 2, 3, 1) @ B.transpose(1, 2)
-        states[own.slots] = (states[own.slots].to(wide) * left[..., None, None] + added).to(states.dtype)
+        own = rows.flushed()
+        if len(own.slots):
+            count = own.ends - own.origins
+            x, B, weight, left = _entries((inputs, steps), own.rings, own.origins, count, states.shape[1:])
+            B = B.repeat_interleave(x.shape[2] // B.shape[2], 2)
+            added = (x * weight.unsqueeze(3)).permute(0, 2, 3, 1) @ B.transpose(1, 2)
+            states[own.slots] = (states[own.slots].to(added.dtype) * left[..., None, None] + added).to(states.dtype)
         rows.keep(states)
     else:
-        _launch((*(inputs,) * 7, 0, 0, 0, 0), states, (inputs, steps), rows, GATE=False, TOKENS=0)
+        _launch((*(inputs,) * 7, 0, 0, 0, 0), states, (inputs, steps), rows, GATE=False, TOKENS=0, CORES=False)
 
 
 def _entries(
@@ -382,6 +387,7 @@ def _update_kernel(
     BLOCK_E: tl.constexpr,
     PART: tl.constexpr,
     PRECISION: tl.constexpr,
+    CORES: tl.constexpr,
 ) -> None:
     """One program: BLOCK_P rows of one head's matrix, for the tokens of one row. No program overwrites what another reads."""
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -443,12 +449,22 @@ def _update_kernel(
             dt = stable_softplus(dt + bias)
             step = tl.where(token == now, dt, step)
             later = tl.where(token + 1 == now, dt * A, later)
+        column = tl.arange(0, 16)
+        if CORES:  # all tokens at once; products of numbers of 16 bits are exact
+            of_C = of_new + column[None, :] * (width + heads // REPEAT * N) + heads // REPEAT * N + to_B + in_n[:, None]
+            C = tl.load(of_C, mask=(column < TOKENS)[None, :] & n_mask[:, None], other=0.0)
+            of_state_C, of_B_C = tl.dot(state, C), tl.dot(B, C)
         for now in tl.static_range(TOKENS):
-            of_now = of_new + now * (width + heads // REPEAT * N)
-            C = tl.load(of_now + heads // REPEAT * N + to_B + in_n, mask=n_mask, other=0.0).to(tl.float32)
-            y = tl.sum(state.to(tl.float32) * C[None, :], 1)
+            if CORES:
+                y = tl.sum(tl.where((column == now)[None, :], of_state_C, 0.0), 1)
+                scores = tl.sum(tl.where((column == now)[None, :], of_B_C, 0.0), 1)
+            else:
+                of_C = of_new + now * (width + heads // REPEAT * N) + heads // REPEAT * N + to_B + in_n
+                C = tl.load(of_C, mask=n_mask, other=0.0).to(tl.float32)
+                y = tl.sum(state.to(tl.float32) * C[None, :], 1)
+                scores = tl.sum(B.to(tl.float32) * C[None, :], 1)
             y *= tl.exp(tl.sum(tl.where(token <= now, step * A, 0.0), 0))
-            weight = tl.sum(B.to(tl.float32) * C[None, :], 1) * step
+            weight = scores * step
             weight *= tl.exp(tl.cumsum(tl.where(token < now, later, 0.0), 0, reverse=True))
             seen = x.to(tl.float32)
             if TOKENS > 1:  # of later ones not even NaN

@@ -97,7 +97,8 @@ def test_delta_rule(name, dtype, size, tmp_path):
     ("states", "tokens", "R", "P", "N"),
     [
         *((states, tokens, 16, 64, 128) for states in ("bf16", "fp32") for tokens in (0, 1, 4)),
-        *(("bf16", 1, *sizes) for sizes in ((64, 64, 128), (8, 16, 16), (16, 40, 96), (16, 16, 256))),
+        *(("bf16", 1, *sizes) for sizes in ((64, 64, 128), (8, 8, 16), (16, 40, 96), (16, 16, 256))),
+        *(("bf16", 4, 16, *sizes) for sizes in ((16, 16), (40, 96), (128, 16))),
     ],
 )
 def test_update_of_rings(states, tokens, R, P, N, tmp_path):
@@ -106,6 +107,7 @@ def test_update_of_rings(states, tokens, R, P, N, tmp_path):
     constants = {"P": P, "N": N, "REPEAT": 16, "ENTRIES": entries, "OF_D": 1, "GATE": False, "TOKENS": tokens}
     constants |= mamba_decode.tile_of(P, N, 2 if states == "bf16" else 4, entries - tokens, tokens)
     options = {key: constants.pop(key) for key in ("num_warps", "maxnreg")}
+    constants["CORES"] = states == "bf16" and tokens > 0
     types = {"states_ptr": f"*{states}", "A_ptr": "*fp32", "dt_ptr": "*bf16"}
 
     def kind(name: str) -> str:
