@@ -510,9 +510,7 @@ def _entries(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """BLOCK_E entries of positions [first, last), from the ``back``-th before the last one backwards; zero where there is none.
 
-    Returns:
-        Keys (BLOCK_E, K), what is written along them (BLOCK_E, V), and the decay after each of them (BLOCK_E,). So that no small
-        sum of decays is a difference of large ones.
+    Keys (BLOCK_E, K), what is written along them (BLOCK_E, V), and the decay after each (BLOCK_E,), whose sums are no differences.
     """
     at = last - 1 - back - tl.arange(0, BLOCK_E)
     mask, entry = at >= first, at % ENTRIES
@@ -594,13 +592,12 @@ def _update_kernel(
     of_ring = of_keys, of_written, of_decays, heads, key_heads
     of_states = states_ptr + head.to(tl.int64) * K * V
     if (end > origin) | (kept >= 0):
-        # In parts, all of which are loaded at once, to shared memory. What is written is read again below.
+        # In parts, some of which are loaded at once, to shared memory. What is written is read again below.
         keys, _, after = _entries(0, origin, end, of_ring, in_k, in_v, K, V, ENTRIES, BLOCK_F)
         left = tl.exp(tl.cumsum(after, 0))
         total = tl.exp(tl.sum(after, 0) + tl.load(of_decays + origin % ENTRIES * heads, mask=end > origin, other=0.0))
-        start = column * BLOCK_V
-        for first in tl.range(start, start + BLOCK_V, PART_V, num_stages=min(8, BLOCK_V // PART_V)):
-            part = first + tl.arange(0, PART_V)
+        for first in tl.range(0, BLOCK_V, PART_V, num_stages=min(4, BLOCK_V // PART_V)):
+            part = column * BLOCK_V + first + tl.arange(0, PART_V)
             of_part, mask = of_states + in_k[:, None] * V + part[None, :], k_mask[:, None] & (part < V)[None, :]
             state = tl.load(of_part + slot * stride_slot, mask=mask, other=0.0)
             written = _entries(0, origin, end, of_ring, in_k, part, K, V, ENTRIES, BLOCK_F)[1]
@@ -621,7 +618,7 @@ def _update_kernel(
     keys, written, after = _entries(0, end, position, of_ring, in_k, in_v, K, V, ENTRIES, BLOCK_E)
     oldest = tl.load(of_decays + end % ENTRIES * heads, mask=end < position, other=0.0)
     sums = tl.zeros([2 * BLOCK_T, BLOCK_V], tl.float32)
-    for first in tl.range(0, BLOCK_K, PART_K, num_stages=min(8, BLOCK_K // PART_K)):  # loaded at once
+    for first in tl.range(0, BLOCK_K, PART_K, num_stages=min(8, BLOCK_K // PART_K)):
         part = first + tl.arange(0, PART_K)
         x_part = tl.load(of_both[:, None] + part[None, :], mask=filled[:, None] & (part < K)[None, :], other=0.0)
         of_part = of_states + slot * stride_slot + part[:, None] * V + in_v[None, :]
@@ -634,9 +631,7 @@ def _update_kernel(
         old += _times(_times(x, tl.trans(keys)) * left, written)
         later += tl.sum(after, 0)
         keys, written, after = _entries(back, end, position, of_ring, in_k, in_v, K, V, ENTRIES, BLOCK_E)
-    unit = tl.full([2 * BLOCK_T], 1.0, tl.float32)
-    if NORMALISE:
-        unit = 1 / tl.sqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 1) + epsilon)
+    unit = _unit(x, epsilon, NORMALISE)
     sums = (tl.exp(passed + later + oldest)[:, None] * sums + old) * unit[:, None]
     meets = _times(x, tl.trans(x)) * unit[:, None]
     for t in tl.static_range(TOKENS):
