@@ -134,41 +134,41 @@ def update_delta_rule(
     """
     if v.dtype != torch.float64 and runs_kernel(v):
         return update_by_kernel((q, k, v, log_decay, beta), states, rows, (keys, written, decays), normalise)
-    if scope.is_on() and len(v) > 1:  # the shapes of products must not depend on the number of rows
-        given = {"keys": keys, "written": written, "decays": decays, "normalise": normalise}
-        each = zip(*(tensor.split(1) for tensor in (q, k, v, log_decay, beta, *rows)), strict=True)
-        return torch.cat([update_delta_rule(*x[:5], states, RingRows(*x[5:]), **given) for x in each])
-    outputs, filled = torch.zeros_like(v), rows.slots >= 0
-    own, entries, repeat, scale = rows.where(filled), keys.shape[1], v.shape[2] // k.shape[2], k.shape[3] ** -0.5
-    q, k, v, log_decay, beta = (tensor[filled].to(compute_dtype(v)) for tensor in (q, k, v, log_decay, beta))
-    at = own.origins[:, None] + torch.arange(entries, device=v.device)  # all of a ring, from the origin on
-    stale, later = ((at >= since[:, None]).unsqueeze(2) for since in (own.positions, own.ends))
-    key, write, decay = (ring[own.rings[:, None], at % entries].to(v.dtype) for ring in (keys, written, decays))
-    key = key.masked_fill(stale[..., None], 0).repeat_interleave(repeat, 2)
-    write, decay = write.masked_fill(stale[..., None], 0), decay.masked_fill(stale, 0)
-    moved = own.ends > own.origins
-    total, left = sums_after(decay.masked_fill(later, 0)[moved])
-    wanted = left.exp().masked_fill(later[moved], 0)[..., None] * write[moved]
-    state = total.exp()[..., None, None] * states[own.slots[moved]].to(v.dtype)
-    states[own.slots[moved]] = (state + torch.einsum("rehk,rehv->rhkv", key[moved], wanted)).to(states.dtype)
-    rows.keep(states)
-    total, left = sums_after(decay.masked_fill(~later, 0))
-    left, state = left.exp().masked_fill(~later, 0), states[own.slots].to(v.dtype)
-    for t in range(v.shape[1]):
-        new = own.rings, (own.positions + t) % entries
-        keys[new], decays[new] = k[:, t].to(keys.dtype), log_decay[:, t].to(decays.dtype)
-        both = torch.stack([k[:, t], q[:, t]], 1)  # (rows, 2, key heads, K)
-        unit = torch.rsqrt(both.square().sum(-1) + EPSILON) if normalise else torch.ones_like(both[..., 0])
-        both, unit = both.repeat_interleave(repeat, 2), unit.repeat_interleave(repeat, 2)[..., None]
-        total, left = total + log_decay[:, t], left * log_decay[:, t, None].exp()
-        sums = torch.einsum("rhkv,rnhk->rnhv", state, both) * total.exp()[:, None, :, None]
-        meets = torch.einsum("rehk,rnhk->rneh", key, both) * left[:, None]
-        sums = unit * (sums + torch.einsum("rneh,rehv->rnhv", meets, write))
-        written[new] = (beta[:, t, :, None] * (v[:, t] - sums[:, 0]) * unit[:, 0]).to(written.dtype)
-        entry = torch.arange(len(v), device=v.device), own.positions + t - own.origins
-        key[entry], write[entry], left[entry] = both[:, 0], written[new].to(v.dtype), 1.0
-        meets = unit[:, 1] * (both[:, 0] * both[:, 1]).sum(-1, keepdim=True)
-        outputs[filled, t] = (scale * (sums[:, 1] + meets * write[entry])).to(outputs.dtype)
+    outputs, filled = torch.zeros_like(v), torch.nonzero(rows.slots >= 0).squeeze(1)
+    entries, repeat, scale = keys.shape[1], v.shape[2] // k.shape[2], k.shape[3] ** -0.5
+    # The shapes of products must not depend on the number of rows where bits count.
+    for group in filled.split(1 if scope.is_on() else max(1, len(filled))):
+        own = RingRows(*(field[group].long() for field in rows))
+        new_q, new_k, new_v, g, b = (x[group].to(compute_dtype(v)) for x in (q, k, v, log_decay, beta))
+        at = own.origins[:, None] + torch.arange(entries, device=v.device)  # all of a ring, from the origin on
+        stale, later = ((at >= since[:, None]).unsqueeze(2) for since in (own.positions, own.ends))
+        key, write, decay = (ring[own.rings[:, None], at % entries].to(g.dtype) for ring in (keys, written, decays))
+        key = key.masked_fill(stale[..., None], 0).repeat_interleave(repeat, 2)
+        write, decay = write.masked_fill(stale[..., None], 0), decay.masked_fill(stale, 0)
+        moved = torch.nonzero(own.ends > own.origins).squeeze(1)
+        if len(moved):
+            total, left = sums_after(decay[moved].masked_fill(later[moved], 0))
+            wanted = left.exp().masked_fill(later[moved], 0)[..., None] * write[moved]
+            state = total.exp()[..., None, None] * states[own.slots[moved]].to(g.dtype)
+            states[own.slots[moved]] = (state + torch.einsum("rehk,rehv->rhkv", key[moved], wanted)).to(states.dtype)
+        own.keep(states)
+        total, left = sums_after(decay.masked_fill(~later, 0))
+        left, state = left.exp().masked_fill(~later, 0), states[own.slots].to(g.dtype)
+        for t in range(v.shape[1]):
+            new = own.rings, (own.positions + t) % entries
+            keys[new], decays[new] = new_k[:, t].to(keys.dtype), g[:, t].to(decays.dtype)
+            both = torch.stack([new_k[:, t], new_q[:, t]], 1)  # (rows, 2, key heads, K)
+            unit = torch.rsqrt(both.square().sum(-1) + EPSILON) if normalise else torch.ones_like(both[..., 0])
+            both, unit = both.repeat_interleave(repeat, 2), unit.repeat_interleave(repeat, 2)[..., None]
+            total, left = total + g[:, t], left * g[:, t, None].exp()
+            sums = torch.einsum("rhkv,rnhk->rnhv", state, both) * total.exp()[:, None, :, None]
+            meets = torch.einsum("rehk,rnhk->rneh", key, both) * left[:, None]
+            sums = unit * (sums + torch.einsum("rneh,rehv->rnhv", meets, write))
+            written[new] = (b[:, t, :, None] * (new_v[:, t] - sums[:, 0]) * unit[:, 0]).to(written.dtype)
+            entry = torch.arange(len(group), device=v.device), own.positions + t - own.origins
+            key[entry], write[entry], left[entry] = both[:, 0], written[new].to(g.dtype), 1.0
+            meets = unit[:, 1] * (both[:, 0] * both[:, 1]).sum(-1, keepdim=True)
+            outputs[group, t] = (scale * (sums[:, 1] + meets * write[entry])).to(outputs.dtype)
     return outputs
 
 
@@ -177,8 +177,7 @@ def flush_delta_rule(
 ) -> None:
     """`update_delta_rule` without tokens: states are written where `RingRows` says so."""
     k, v, gate = (ring.new_empty(len(rows.slots), 0, *ring.shape[2:]) for ring in (keys, written, decays))
-    given = {"keys": keys, "written": written, "decays": decays, "normalise": False}
-    update_delta_rule(k, k, v, gate, gate, states, rows, **given)
+    update_delta_rule(k, k, v, gate, gate, states, rows, keys=keys, written=written, decays=decays, normalise=False)
 
 
 class _Chunks:

@@ -37,12 +37,20 @@ class RingRows(NamedTuple):
 
     def where(self, which: torch.Tensor) -> RingRows:
         """Those of ``which``, (rows,) bool, with int64 everywhere: for the PyTorch versions."""
-        return RingRows(*(field[which].long() for field in self))
+        if which.all():
+            return RingRows(*(field.long() for field in self))
+        at = which.nonzero().squeeze(1)
+        return RingRows(*(field[at].long() for field in self))
+
+    def flushed(self) -> RingRows:
+        """Those whose state moves: for the PyTorch versions."""
+        return self.where((self.slots >= 0) & (self.ends > self.origins))
 
     def keep(self, pool: torch.Tensor) -> None:
         """Copies what is in slots to those that get it, too: for the PyTorch versions."""
-        own = self.where((self.slots >= 0) & (self.kept >= 0))
-        pool[own.kept] = pool[own.slots]
+        own = (self.slots >= 0) & (self.kept >= 0)
+        if own.any():
+            pool[self.kept[own]] = pool[self.slots[own]]
 
 
 def take_last(pool: torch.Tensor, after: torch.Tensor, rows: RingRows) -> None:

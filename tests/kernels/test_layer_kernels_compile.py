@@ -127,8 +127,8 @@ def test_update_of_rings(states, tokens, R, P, N, tmp_path):
 )
 def test_update_of_the_delta_rule(states, tokens, rows, size, tmp_path):
     """The registers suffice."""
-    constants = delta_rule_triton.update_options(64 * rows, size, size, tokens, H200)
-    constants |= {"ENTRIES": ring_entries(16, max(1, tokens)), "NORMALISE": True}
+    constants = delta_rule_triton.update_options(64 * rows, size, size, ring_entries(16, max(1, tokens)), tokens, H200)
+    constants |= {"NORMALISE": True}
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in constants}
     types = {"states_ptr": f"*{states}", "written_ptr": f"*{states}"}
     kernel = delta_rule_triton._update_kernel
