@@ -23,7 +23,7 @@ import torch
 from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, EPSILON, scan_by_kernels, update_by_kernel
 from megatron_hybrid_prefix.ops.elementwise import compute_dtype
 from megatron_hybrid_prefix.ops.invariant import scope
-from megatron_hybrid_prefix.ops.rings import RingRows
+from megatron_hybrid_prefix.ops.rings import RingRows, sums_after
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel
 
 
@@ -107,7 +107,7 @@ def update_delta_rule(
     decays: torch.Tensor,
     normalise: bool,
 ) -> torch.Tensor:
-    """One token or several of each row, from its state and its ring; or none, where states are only advanced.
+    """One token or several of each row, from its state and its ring.
 
     The state at the row's end is ``exp(G) S + sum over entries i of exp(G_i) k_i w_i^T``, with the decays since: it is written
     where it is another than the slot's, rounded, and used as it was rounded. Tokens are added to the rings and change no state.
@@ -129,68 +129,62 @@ def update_delta_rule(
     Returns:
         (rows, tokens, value heads, V) in v's type; zero in rows of padding.
     """
-    rings = {"keys": keys, "written": written, "decays": decays}
     if v.dtype != torch.float64 and runs_kernel(v):
-        return update_by_kernel(q, k, v, log_decay, beta, states, rows, **rings, normalise=normalise)
+        return update_by_kernel((q, k, v, log_decay, beta), states, rows, (keys, written, decays), normalise)
     if scope.is_on() and len(v) > 1:  # the shapes of products must not depend on the number of rows
-        one_by_one = []
-        for at in range(len(v)):
-            row = slice(at, at + 1)
-            inputs = q[row], k[row], v[row], log_decay[row], beta[row]
-            own = RingRows(*(tensor[row] for tensor in rows))
-            one_by_one.append(update_delta_rule(*inputs, states, own, **rings, normalise=normalise))
-        return torch.cat(one_by_one)
-    outputs = torch.zeros_like(v)
-    filled = torch.nonzero(rows.slots >= 0).squeeze(1)
-    slots, ring, positions, origins, ends, kept = (tensor[filled].long() for tensor in rows)
-    dtype, entries, repeat = compute_dtype(v), keys.shape[1], v.shape[2] // k.shape[2]
-    at = origins[:, None] + torch.arange(entries, device=v.device)  # the rings from their origins on
-    past, flushed = (at < until[:, None] for until in (positions, ends))
-    around = ring[:, None], at % entries
-    key, write, decay = (
-        tensor[around].to(dtype).masked_fill(~past.view(*past.shape, *[1] * (tensor.dim() - 2)), 0)
-        for tensor in (keys, written, decays)
-    )
-    key = key.repeat_interleave(repeat, 2)
-    state = states[slots].to(dtype)
-    moved = torch.nonzero(ends > origins).squeeze(1)
-    total, left = _decays_after(decay[moved], flushed[moved])
-    added = torch.einsum("rehk,rehv->rhkv", key[moved], left[..., None] * write[moved])
-    advanced = total.exp()[..., None, None] * state[moved] + added
-    states[slots[moved]] = advanced.to(states.dtype)
-    state[moved] = states[slots[moved]].to(dtype)
-    states[kept[kept >= 0]] = state[kept >= 0].to(states.dtype)
-    total, left = _decays_after(decay, past & ~flushed)
-    at_row, scale = torch.arange(len(filled), device=v.device), q.shape[-1] ** -0.5
+        rings = {"keys": keys, "written": written, "decays": decays}
+        each = zip(*(tensor.split(1) for tensor in (q, k, v, log_decay, beta, *rows)), strict=True)
+        return torch.cat(
+            [update_delta_rule(*x[:5], states, RingRows(*x[5:]), **rings, normalise=normalise) for x in each]
+        )
+    outputs, filled = torch.zeros_like(v), rows.slots >= 0
+    own, entries, repeat, scale = rows.where(filled), keys.shape[1], v.shape[2] // k.shape[2], k.shape[3] ** -0.5
+    q, k, v, log_decay, beta = (tensor[filled].to(compute_dtype(v)) for tensor in (q, k, v, log_decay, beta))
+    at = (own.origins[:, None] + torch.arange(entries, device=v.device)).unsqueeze(
+        2
+    )  # all of a ring, from the origin on
+    stale, later = at >= own.positions[:, None, None], at >= own.ends[:, None, None]
+    key, write, decay = (ring[own.rings[:, None], at[..., 0] % entries].to(v.dtype) for ring in (keys, written, decays))
+    key = key.masked_fill(stale[..., None], 0).repeat_interleave(repeat, 2)
+    write, decay = write.masked_fill(stale[..., None], 0), decay.masked_fill(stale, 0)
+    moved = own.ends > own.origins
+    total, left = sums_after(decay.masked_fill(later, 0)[moved])
+    wanted = left.exp().masked_fill(later[moved], 0)[..., None] * write[moved]
+    state = total.exp()[..., None, None] * states[own.slots[moved]].to(v.dtype)
+    states[own.slots[moved]] = (state + torch.einsum("rehk,rehv->rhkv", key[moved], wanted)).to(states.dtype)
+    rows.keep(states)
+    total, left = sums_after(decay.masked_fill(~later, 0))
+    left, state = left.exp().masked_fill(~later, 0), states[own.slots].to(v.dtype)
     for t in range(v.shape[1]):
-        keys[ring, (positions + t) % entries] = k[filled, t].to(keys.dtype)
-        decays[ring, (positions + t) % entries] = log_decay[filled, t].to(decays.dtype)
-        both = torch.stack([k[filled, t], q[filled, t]], 1).to(dtype)  # (rows, 2, key heads, K)
+        entry = own.rings, (own.positions + t) % entries
+        keys[entry], decays[entry] = k[:, t].to(keys.dtype), log_decay[:, t].to(decays.dtype)
+        both = torch.stack([k[:, t], q[:, t]], 1)  # (rows, 2, key heads, K)
         unit = torch.rsqrt(both.square().sum(-1) + EPSILON) if normalise else torch.ones_like(both[..., 0])
         both, unit = both.repeat_interleave(repeat, 2), unit.repeat_interleave(repeat, 2)[..., None]
-        faded = log_decay[filled, t].to(dtype).exp()
-        total, left = total + log_decay[filled, t], left * faded[:, None]
-        meets = torch.einsum("rehk,rnhk->rneh", key, both) * left[:, None]
+        total, left = total + log_decay[:, t], left * log_decay[:, t, None].exp()
         sums = torch.einsum("rhkv,rnhk->rnhv", state, both) * total.exp()[:, None, :, None]
+        meets = torch.einsum("rehk,rnhk->rneh", key, both) * left[:, None]
         sums = unit * (sums + torch.einsum("rneh,rehv->rnhv", meets, write))
-        new = beta[filled, t, :, None].to(dtype) * (v[filled, t].to(dtype) - sums[:, 0]) * unit[:, 0]
-        written[ring, (positions + t) % entries] = new.to(written.dtype)
-        new = new.to(written.dtype).to(dtype)
+        written[entry] = (beta[:, t, :, None] * (v[:, t] - sums[:, 0]) * unit[:, 0]).to(written.dtype)
+        entry = torch.arange(len(v), device=v.device), own.positions + t - own.origins
+        key[entry], write[entry], left[entry] = (
+            both[:, 0],
+            written[own.rings, (own.positions + t) % entries].to(v.dtype),
+            1.0,
+        )
         meets = unit[:, 1] * (both[:, 0] * both[:, 1]).sum(-1, keepdim=True)
-        outputs[filled, t] = (scale * (sums[:, 1] + meets * new)).to(outputs.dtype)
-        entry = at_row, positions + t - origins
-        key[entry], write[entry], left[entry] = both[:, 0], new, 1.0
+        outputs[filled, t] = (scale * (sums[:, 1] + meets * write[entry])).to(outputs.dtype)
     return outputs
 
 
-def _decays_after(decay: torch.Tensor, among: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of entries (rows, entries, heads) in ``among``: the sum of their decays, and what is left of each by the last of them.
-
-    What is left is zero outside. Sums are of what came after, as differences of sums would lose the digits of small ones.
-    """
-    decay = decay.masked_fill(~among[..., None], 0)
-    after = torch.nn.functional.pad(decay[:, 1:], (0, 0, 0, 1)).flip(1).cumsum(1).flip(1)
-    return decay.sum(1), after.exp().masked_fill(~among[..., None], 0)
+def flush_delta_rule(
+    states: torch.Tensor, keys: torch.Tensor, written: torch.Tensor, decays: torch.Tensor, rows: RingRows
+) -> None:
+    """`update_delta_rule` without tokens: states are written where `RingRows` says so."""
+    count = len(rows.slots)
+    k, v, gate = (ring.new_empty(count, 0, *ring.shape[2:]) for ring in (keys, written, decays))
+    rings = {"keys": keys, "written": written, "decays": decays}
+    update_delta_rule(k, k, v, gate, gate, states, rows, **rings, normalise=False)
 
 
 class _Chunks:

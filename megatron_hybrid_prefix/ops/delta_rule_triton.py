@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_hybrid_prefix.ops.rings import RingRows
-from megatron_hybrid_prefix.ops.triton_or_torch import jit, tl, triton
+from megatron_hybrid_prefix.ops.triton_or_torch import jit, multiprocessors, tl, triton
 
 CHUNK = 64
 """Tokens of a chunk: the chunk quantum of this family of layers."""
@@ -31,8 +31,8 @@ EPSILON = 1e-6
 PART = 16
 """Rows of the diagonal blocks that are inverted by substitution."""
 
-_COLUMNS = 64  # of a state, that a program of a decode reads
-_TOGETHER = 16  # entries of a ring that it reads at once
+_COLUMNS = 128  # of a state, that a program of a decode reads, and fewer where programs would not fill the GPU
+_PROGRAMS = 4  # of a multiprocessor, before that
 
 
 class Launch(NamedTuple):
@@ -177,60 +177,39 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def update_by_kernel(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
+    inputs: tuple[torch.Tensor, ...],
     states: torch.Tensor,
     rows: RingRows,
-    *,
-    keys: torch.Tensor,
-    written: torch.Tensor,
-    decays: torch.Tensor,
+    rings: tuple[torch.Tensor, ...],
     normalise: bool,
 ) -> torch.Tensor:
-    """`update_delta_rule` on a GPU."""
+    """`update_delta_rule` on a GPU, with q, k, v, log-decays and beta, and keys, what is written and decays of the rings."""
+    q, k, v = (contiguous_from(tensor, 2) for tensor in inputs[:3])
     count, tokens, heads, value_size = v.shape
+    key_heads, key_size = k.shape[2:]
     outputs = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not count:
         return outputs
-    q, k, v = (contiguous_from(tensor, 2) for tensor in (q, k, v))
-    assert all(tensor[0].is_contiguous() for tensor in (states, keys, written, decays))
-    options = update_options(k.shape[3], value_size, tokens)
-    _update_kernel[(triton.cdiv(value_size, options["BLOCK_V"]), heads, count)](
-        q,
-        k,
-        v,
-        log_decay.contiguous(),
-        beta.contiguous(),
-        states,
-        keys,
-        written,
-        decays,
-        outputs,
-        *rows,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *(tensor.stride(0) for tensor in (states, keys, written, decays)),
-        heads,
-        k.shape[2],
-        k.shape[3] ** -0.5,
-        EPSILON,
-        ENTRIES=keys.shape[1],
-        NORMALISE=normalise,
-        **options,
-    )
+    assert all(tensor[0].is_contiguous() for tensor in (states, *rings))
+    options = update_options(count * heads, key_size, value_size, tokens, multiprocessors(v.device))
+    given = q, k, v, *(tensor.contiguous() for tensor in inputs[3:]), states, *rings, outputs, *rows
+    strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *(tensor.stride(0) for tensor in (states, *rings))
+    options |= {"ENTRIES": rings[0].shape[1], "NORMALISE": normalise}
+    grid = triton.cdiv(value_size, options["BLOCK_V"]), heads, count
+    _update_kernel[grid](*given, *strides, heads, key_heads, key_size**-0.5, EPSILON, **options)
     return outputs
 
 
-def update_options(key_size: int, value_size: int, tokens: int) -> dict[str, Any]:
-    """Tiles and warps of a decode: the same for any number of rows, so that a row's sums are."""
+def update_options(matrices: int, key_size: int, value_size: int, tokens: int, processors: int) -> dict[str, Any]:
+    """Tiles and warps of a decode. Fewer columns for a few matrices: a column's bits do not depend on how many a program has."""
+    columns, block_k = (max(16, triton.next_power_of_2(size)) for size in (value_size, key_size))
+    columns = min(_COLUMNS, columns)
+    while columns > 32 and matrices * triton.cdiv(value_size, columns) < _PROGRAMS * processors:
+        columns //= 2
     tile = {"K": key_size, "V": value_size, "TOKENS": tokens, "BLOCK_T": max(8, triton.next_power_of_2(tokens))}
-    tile |= {"BLOCK_K": max(16, triton.next_power_of_2(key_size)), "BLOCK_E": _TOGETHER, "PART_K": 16, "PART_V": 16}
-    columns = max(16, min(_COLUMNS, triton.next_power_of_2(value_size)))
-    return tile | {"BLOCK_V": columns, "num_warps": 4, "num_stages": 1}
+    tile |= {"BLOCK_E": 16, "BLOCK_K": block_k, "BLOCK_V": columns, "PART_K": min(32, block_k), "PART_V": 16}
+    # As many registers as three programs of a multiprocessor have, or four.
+    return tile | {"num_warps": 4, "num_stages": 1, "maxnreg": 168 if columns == _COLUMNS else 128}
 
 
 def contiguous_from(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -516,32 +495,29 @@ def _entries(
     back: tl.tensor,
     first: tl.tensor,
     last: tl.tensor,
-    keys_ptr: tl.tensor,  # of the head in the row's ring, as the other two
-    written_ptr: tl.tensor,
-    decays_ptr: tl.tensor,
-    heads: tl.tensor,
-    key_heads: tl.tensor,
+    ring: tl.tuple,  # where keys, what is written and decays of the head lie in the row's ring; heads, and key heads
     in_k: tl.tensor,
     in_v: tl.tensor,
     K: tl.constexpr,
     V: tl.constexpr,
     ENTRIES: tl.constexpr,
     BLOCK_E: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """BLOCK_E entries of positions [first, last), from the ``back``-th before the last one backwards; zero where there is none.
 
     Returns:
-        Keys (BLOCK_E, K); what is written along them, (BLOCK_E, V) float32; the sum of the decays after each entry among
-        these, (BLOCK_E,); and the sum of all of these but that of ``first``, so that no small sum is a difference of large ones.
+        Keys (BLOCK_E, K), what is written along them (BLOCK_E, V), and the decay after each of them (BLOCK_E,). So that no small
+        sum of decays is a difference of large ones.
     """
     at = last - 1 - back - tl.arange(0, BLOCK_E)
     mask, entry = at >= first, at % ENTRIES
+    keys_ptr, written_ptr, decays_ptr, heads, key_heads = ring
     of_keys = keys_ptr + entry[:, None] * (key_heads * K) + in_k[None, :]
     keys = tl.load(of_keys, mask=mask[:, None] & (in_k < K)[None, :], other=0.0)
     of_written = written_ptr + entry[:, None] * (heads * V) + in_v[None, :]
     written = tl.load(of_written, mask=mask[:, None] & (in_v < V)[None, :], other=0.0)
     after = tl.load(decays_ptr + (at + 1) % ENTRIES * heads, mask=mask & (at + 1 < last), other=0.0)
-    return keys, written.to(tl.float32), tl.cumsum(after, 0), tl.sum(after, 0)
+    return keys, written, after
 
 
 @jit
@@ -611,22 +587,21 @@ def _update_kernel(
     key_head = head // (heads // key_heads)
     of_keys, of_decays = keys_ptr + ring * stride_keys + key_head * K, decays_ptr + ring * stride_decays + head
     of_written = written_ptr + ring * stride_written + head * V
-    in_states = states_ptr + head.to(tl.int64) * K * V + in_k[:, None] * V
+    of_ring = of_keys, of_written, of_decays, heads, key_heads
+    of_states = states_ptr + head.to(tl.int64) * K * V
     if (end > origin) | (kept >= 0):
         # In parts: it needs no more registers than what all rows do, and its result is read again.
         for first in range(column * BLOCK_V, column * BLOCK_V + BLOCK_V, PART_V):
             part = first + tl.arange(0, PART_V)
-            mask, of_part = k_mask[:, None] & (part < V)[None, :], in_states + part[None, :]
+            mask, of_part = k_mask[:, None] & (part < V)[None, :], of_states + in_k[:, None] * V + part[None, :]
             state = tl.load(of_part + slot * stride_slot, mask=mask, other=0.0)
             if end > origin:
                 added, later = tl.zeros([BLOCK_K, PART_V], tl.float32), 0.0
                 for back in range(0, end - origin, BLOCK_E):
-                    keys, written, after, total = _entries(
-                        back, origin, end, of_keys, of_written, of_decays, heads, key_heads, in_k, part,
-                        K, V, ENTRIES, BLOCK_E,
-                    )  # fmt: skip
-                    added += _times(tl.trans(keys), written * tl.exp(later + after)[:, None])
-                    later += total
+                    keys, written, after = _entries(back, origin, end, of_ring, in_k, part, K, V, ENTRIES, BLOCK_E)
+                    written = written.to(tl.float32) * tl.exp(later + tl.cumsum(after, 0))[:, None]
+                    added += _times(tl.trans(keys), written)
+                    later += tl.sum(after, 0)
                 later += tl.load(of_decays + origin % ENTRIES * heads)
                 state = (state.to(tl.float32) * tl.exp(later) + added).to(dtype)
                 tl.store(of_part + slot * stride_slot, state, mask=mask)
@@ -639,44 +614,43 @@ def _update_kernel(
     of_both = tl.where(is_query, q_ptr + row * stride_q_row + token * stride_q_token, of_k) + key_head * K
     x = tl.load(of_both[:, None] + in_k[None, :], mask=filled[:, None] & k_mask[None, :], other=0.0)
     decay = tl.load(log_decay_ptr + of_gates + in_t * heads, mask=in_t < TOKENS, other=0.0)
-    passed = tl.sum(tl.where(in_t[None, :] <= token[:, None], decay[None, :], 0.0), 1)
-    sums, later = tl.zeros([2 * BLOCK_T, BLOCK_V], tl.float32), 0.0
-    for back in range(0, position - end, BLOCK_E):
-        keys, written, after, total = _entries(
-            back, end, position, of_keys, of_written, of_decays, heads, key_heads, in_k, in_v, K, V, ENTRIES, BLOCK_E
-        )
-        sums += _times(_times(x, tl.trans(keys)) * tl.exp(passed[:, None] + (later + after)[None, :]), written)
-        later += total
-    later += tl.load(of_decays + end % ENTRIES * heads, mask=end < position, other=0.0)
-    of_state, known = states_ptr + slot * stride_slot + head.to(tl.int64) * K * V, tl.zeros_like(sums)
-    for first in tl.range(0, BLOCK_K, PART_K, num_stages=BLOCK_K // PART_K):  # all are loaded at once, to shared memory
+    beta = tl.load(beta_ptr + of_gates + token * heads, mask=filled, other=0.0).to(tl.float32)
+    of_v = v_ptr + row * stride_v_row + (token * stride_v_token)[:, None] + head * V + in_v[None, :]
+    v = tl.load(of_v, mask=(filled & (token == both))[:, None] & v_mask[None, :], other=0.0)
+    keys, written, after = _entries(0, end, position, of_ring, in_k, in_v, K, V, ENTRIES, BLOCK_E)
+    oldest = tl.load(of_decays + end % ENTRIES * heads, mask=end < position, other=0.0)
+    sums = tl.zeros([2 * BLOCK_T, BLOCK_V], tl.float32)
+    for first in tl.range(0, BLOCK_K, PART_K, num_stages=min(8, BLOCK_K // PART_K)):  # loaded at once
         part = first + tl.arange(0, PART_K)
         x_part = tl.load(of_both[:, None] + part[None, :], mask=filled[:, None] & (part < K)[None, :], other=0.0)
-        of_part = of_state + part[:, None] * V + in_v[None, :]
-        known += _times(x_part, tl.load(of_part, mask=(part < K)[:, None] & v_mask[None, :], other=0.0))
-    sums += tl.exp(passed + later)[:, None] * known
+        of_part = of_states + slot * stride_slot + part[:, None] * V + in_v[None, :]
+        sums += _times(x_part, tl.load(of_part, mask=(part < K)[:, None] & v_mask[None, :], other=0.0))
+    # From here on decays count from the first of this step's tokens, in `passed`, and back from there, in `later`.
+    passed = tl.sum(tl.where(in_t[None, :] <= token[:, None], decay[None, :], 0.0), 1)
+    old, later = tl.zeros_like(sums), 0.0
+    for back in range(BLOCK_E, position - end + BLOCK_E, BLOCK_E):
+        left = tl.exp(passed[:, None] + (later + tl.cumsum(after, 0))[None, :])
+        old += _times(_times(x, tl.trans(keys)) * left, written)
+        later += tl.sum(after, 0)
+        keys, written, after = _entries(back, end, position, of_ring, in_k, in_v, K, V, ENTRIES, BLOCK_E)
     unit = tl.full([2 * BLOCK_T], 1.0, tl.float32)
     if NORMALISE:
         unit = 1 / tl.sqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 1) + epsilon)
-    sums *= unit[:, None]
+    sums = (tl.exp(passed + later + oldest)[:, None] * sums + old) * unit[:, None]
     meets = _times(x, tl.trans(x)) * unit[:, None]
-    entry = (position + token) % ENTRIES
     for t in tl.static_range(TOKENS):
-        v = tl.load(v_ptr + row * stride_v_row + t * stride_v_token + head * V + in_v, mask=v_mask, other=0.0)
-        beta = tl.load(beta_ptr + of_gates + t * heads).to(tl.float32)
-        beta *= tl.sum(tl.where(both == t, unit, 0.0), 0)
-        missing = v.to(tl.float32) - tl.sum(tl.where((both == t)[:, None], sums, 0.0), 0)
-        new = (beta * missing).to(written_ptr.dtype.element_ty)
+        new = (beta * unit)[:, None] * (v.to(tl.float32) - sums)
+        new = tl.sum(tl.where((both == t)[:, None], new, 0.0), 0).to(written_ptr.dtype.element_ty)
         tl.store(of_written + (position + t) % ENTRIES * (heads * V) + in_v, new, mask=v_mask)
         since = (in_t > t)[None, :] & (in_t[None, :] <= token[:, None])
         left = tl.exp(tl.sum(tl.where(since, decay[None, :], 0.0), 1))
         left *= tl.sum(tl.where((both == t)[None, :], meets, 0.0), 1)
-        sums += tl.where((token > t) | is_query & (token == t), left, 0.0)[:, None] * new.to(tl.float32)[None, :]
+        to = (token > t) | is_query & (token == t)
+        sums += tl.where(to[:, None], left[:, None] * new.to(tl.float32)[None, :], 0.0)
     tl.store(of_out, (sums * scale).to(out_ptr.dtype.element_ty), mask=out_mask)
     if column == 0:
         tl.store(of_decays + (position + in_t) % ENTRIES * heads, decay, mask=in_t < TOKENS)
+        entry = (position + token) % ENTRIES
         mine = filled & (token == both) & (head % (heads // key_heads) == 0)
-        x_mask = mine[:, None] & k_mask[None, :]
-        tl.store(
-            of_keys + entry[:, None] * (key_heads * K) + in_k[None, :], x.to(keys_ptr.dtype.element_ty), mask=x_mask
-        )
+        of_x = of_keys + entry[:, None] * (key_heads * K) + in_k[None, :]
+        tl.store(of_x, x.to(keys_ptr.dtype.element_ty), mask=mine[:, None] & k_mask[None, :])

@@ -17,9 +17,10 @@ from megatron_hybrid_prefix.ops.rings import RingRows, entry_at, sums_after
 from megatron_hybrid_prefix.ops.triton_or_torch import jit, runs_kernel, tl, triton
 
 _CHANNELS = 128  # of a program of the convolution, one a thread: no value moves between threads
-_ELEMENTS = 8192  # of a state that a program reads: 64 rows of 128
-_WARPS, _PART = 2, 8  # of a program; rows of a state that it flushes at once
-_PRECISION, _REGISTERS = "ieee", None  # of a flush's products; at most, of a thread
+_BYTES, _WARPS, _REGISTERS = 16384, 2, None  # of a state that a program reads; of a program; of a thread at most
+# Rows of a state that a flush multiplies at once, which costs registers, and how, by the bytes of the state's type: what is rounded to
+# 16 bits in three products of tensor cores.
+_FLUSH = {2: (16, "tf32x3"), 4: (8, "ieee")}
 
 
 def convolve_tokens(
@@ -170,7 +171,7 @@ def update_states(
         repeat = heads // C.shape[2]
         state, last = states[own.slots].to(wide), own.positions - own.ends
         for token in range(tokens):
-            x, B, weight, left = _entries(inputs, steps, own.rings, own.ends, last + token + 1, states, wide)
+            x, B, weight, left = _entries((inputs, steps), own.rings, own.ends, last + token + 1, states.shape[1:])
             scores = (B * C[:, token, None]).sum(-1).repeat_interleave(repeat, 2)
             y = (state * C[:, token].repeat_interleave(repeat, 1).unsqueeze(2)).sum(-1) * left.unsqueeze(2)
             y = y + ((weight * scores).unsqueeze(3) * x).sum(1)
@@ -180,9 +181,9 @@ def update_states(
         return out
     assert xBC.is_contiguous() and dt.stride(2) == 1 and xBC.dtype == inputs.dtype and (z is None or z.stride(2) == 1)
     out = torch.empty((*xBC.shape[:2], states.shape[1] * states.shape[2]), dtype=xBC.dtype, device=xBC.device)
-    strides = *dt.stride()[:2], *((0, 0) if z is None else z.stride()[:2])
-    tensors = xBC, dt, A, D, dt_bias, xBC if z is None else z, out
-    _launch(tensors, strides, states, inputs, steps, rows, GATE=z is not None, TOKENS=xBC.shape[1])
+    of_z = (0, 0) if z is None else z.stride()[:2]
+    given = xBC, dt, A, D, dt_bias, xBC if z is None else z, out, *dt.stride()[:2], *of_z
+    _launch(given, states, (inputs, steps), rows, GATE=z is not None, TOKENS=xBC.shape[1])
     return out
 
 
@@ -190,23 +191,18 @@ def flush_states(states: torch.Tensor, inputs: torch.Tensor, steps: torch.Tensor
     """`update_states` without tokens: states are written where `RingRows` says so."""
     if inputs.dtype == torch.float64 or not runs_kernel(inputs):
         wide, own = compute_dtype(inputs), rows.where((rows.slots >= 0) & (rows.ends > rows.origins))
-        x, B, weight, left = _entries(inputs, steps, own.rings, own.origins, own.ends - own.origins, states, wide)
+        count = own.ends - own.origins
+        x, B, weight, left = _entries((inputs, steps), own.rings, own.origins, count, states.shape[1:])
         B = B.repeat_interleave(x.shape[2] // B.shape[2], 2)
         added = (x * weight.unsqueeze(3)).permute(0, 2, 3, 1) @ B.transpose(1, 2)
         states[own.slots] = (states[own.slots].to(wide) * left[..., None, None] + added).to(states.dtype)
         rows.keep(states)
     else:
-        _launch((inputs,) * 7, (0,) * 4, states, inputs, steps, rows, GATE=False, TOKENS=0)
+        _launch((*(inputs,) * 7, 0, 0, 0, 0), states, (inputs, steps), rows, GATE=False, TOKENS=0)
 
 
 def _entries(
-    inputs: torch.Tensor,
-    steps: torch.Tensor,
-    rings: torch.Tensor,
-    first: torch.Tensor,
-    count: torch.Tensor,
-    states: torch.Tensor,
-    wide: torch.dtype,
+    ring: tuple[torch.Tensor, ...], rings: torch.Tensor, first: torch.Tensor, count: torch.Tensor, shape: torch.Size
 ) -> tuple[torch.Tensor, ...]:
     """``count`` entries of each row from position ``first`` on: x and B by head and group, and what is left of them at the last.
 
@@ -214,66 +210,56 @@ def _entries(
         (rows, entries, heads, headdim), (rows, entries, groups, d_state), dt times decay (rows, entries, heads), and the decay of all
         (rows, heads). Others are zero.
     """
-    number = torch.arange(inputs.shape[1], device=inputs.device)
-    at, inside = (first[:, None] + number) % inputs.shape[1], (number < count[:, None]).unsqueeze(2)
-    heads, headdim, d_state = states.shape[1:]
-    entries = torch.where(inside, inputs[rings[:, None], at], 0).to(wide)
-    step, decay = torch.where(inside.unsqueeze(3), steps[rings[:, None], at], 0).to(wide).unbind(2)
+    wide, (heads, headdim, d_state), number = (
+        compute_dtype(ring[0]),
+        shape,
+        torch.arange(ring[0].shape[1], device=first.device),
+    )
+    at, inside = (first[:, None] + number) % len(number), (number < count[:, None])[:, :, None, None]
+    inputs = torch.where(inside[..., 0], ring[0][rings[:, None], at], 0).to(wide)
+    step, decay = torch.where(inside, ring[1][rings[:, None], at], 0).to(wide).unbind(2)
     total, after = sums_after(decay)
-    x, B = entries.split([heads * headdim, entries.shape[2] - heads * headdim], 2)
+    x, B = inputs.split([heads * headdim, inputs.shape[2] - heads * headdim], 2)
     x, B = x.unflatten(2, (heads, headdim)), B.unflatten(2, (-1, d_state))
     return x, B, step * torch.exp(after), torch.exp(total)
 
 
 def _launch(
-    tensors: tuple[torch.Tensor, ...],
-    strides: tuple[int, ...],
-    states: torch.Tensor,
-    inputs: torch.Tensor,
-    steps: torch.Tensor,
-    rows: RingRows,
-    **constants: Any,
+    given: tuple[Any, ...], states: torch.Tensor, ring: tuple[torch.Tensor, ...], rows: RingRows, **constants: Any
 ) -> None:
-    """Runs the kernel; ``tensors`` and ``strides`` are those that a flush does without."""
-    _, heads, headdim, d_state = states.shape
+    """Runs the kernel; ``given`` is what a flush does without."""
+    (_, heads, headdim, d_state), (inputs, steps) = states.shape, ring
     assert states[0].is_contiguous() and inputs[0].is_contiguous() and steps[0].is_contiguous()
     assert steps.shape[1] == inputs.shape[1] and steps.dtype == torch.float32
-    tile = tile_of(headdim, d_state, inputs.shape[1] - constants["TOKENS"])
+    tile = tile_of(headdim, d_state, states.element_size(), inputs.shape[1] - constants["TOKENS"], constants["TOKENS"])
     if len(rows.slots):
         _update_kernel[(triton.cdiv(headdim, tile["BLOCK_P"]), heads, len(rows.slots))](
-            *tensors,
+            *given,
             states,
-            inputs,
-            steps,
+            *ring,
             *rows,
-            *strides,
-            states.stride(0),
-            inputs.stride(0),
-            steps.stride(0),
+            *(tensor.stride(0) for tensor in (states, *ring)),
             heads,
             P=headdim,
             N=d_state,
             REPEAT=heads * d_state // (inputs.shape[2] - heads * headdim),
             ENTRIES=inputs.shape[1],
-            OF_D=headdim if tensors[3].numel() > heads else 1,
+            OF_D=headdim if given[3].numel() > heads else 1,
             **constants,
             **tile,
         )
 
 
-def tile_of(headdim: int, d_state: int, entries: int) -> dict[str, Any]:
+def tile_of(headdim: int, d_state: int, itemsize: int, entries: int, tokens: int) -> dict[str, Any]:
     """What a program reads of a matrix (headdim, d_state) and of entries, in so many warps: the same for any number of matrices.
 
-    Most of its work is the same in all warps, so there are few.
+    Most of its work is the same in all warps, so there are few, but enough to hold all in registers.
     """
-    width, most = triton.next_power_of_2(d_state), triton.next_power_of_2(headdim)
-    tile = {"BLOCK_P": min(most, max(1, _ELEMENTS // width)), "BLOCK_N": width, "num_warps": _WARPS}
-    return tile | {
-        "BLOCK_E": max(16, triton.next_power_of_2(entries)),
-        "PART": min(_PART, tile["BLOCK_P"]),
-        "PRECISION": _PRECISION,
-        "maxnreg": _REGISTERS,
-    }
+    width, together = triton.next_power_of_2(d_state), max(16, triton.next_power_of_2(entries))
+    rows = min(triton.next_power_of_2(headdim), max(1, _BYTES // (width * itemsize)))
+    part, precision = _FLUSH[itemsize]
+    tile = {"BLOCK_P": rows, "BLOCK_N": width, "BLOCK_E": together, "PART": min(part, rows), "PRECISION": precision}
+    return tile | {"num_warps": _WARPS * (2 if tokens > 1 or together > 32 else 1), "maxnreg": _REGISTERS}
 
 
 @jit
@@ -334,37 +320,28 @@ def _convolve_tokens_kernel(
     of_kept = windows_ptr + kept_slot * stride_slot + channel * TAPS
     of_recent = recent_ptr + tl.load(rings_ptr + row) * stride_ring + channel
     x1 = _input_at(position - 1, origin, of_window, of_recent, entries, dim, inside, TAPS)
-    x2, x3 = x1, x1
-    if TAPS > 2:
-        x2 = _input_at(position - 2, origin, of_window, of_recent, entries, dim, inside, TAPS)
-    if TAPS > 3:
-        x3 = _input_at(position - 3, origin, of_window, of_recent, entries, dim, inside, TAPS)
+    x2 = _input_at(position - 2, origin, of_window, of_recent, entries, dim, inside & (TAPS > 2), TAPS)
+    x3 = _input_at(position - 3, origin, of_window, of_recent, entries, dim, inside & (TAPS > 3), TAPS)
     if (end > origin) | (kept_slot >= 0):
         for column in tl.static_range(TAPS):  # written from the oldest on: a later column is read further right
             x = _input_at(end - TAPS + column, origin, of_window, of_recent, entries, dim, inside, TAPS)
             tl.store(of_window + column, x, mask=inside & (end > origin))
             tl.store(of_kept + column, x, mask=inside & (kept_slot >= 0))
-    if tokens > 0:
-        of_weight = weight_ptr + channel * TAPS + TAPS - 1
-        w0 = tl.load(of_weight, mask=inside, other=0.0).to(kept).to(tl.float32)
-        w1 = tl.load(of_weight - 1, mask=inside, other=0.0).to(kept).to(tl.float32)
-        w2, w3 = w1, w1
-        if TAPS > 2:
-            w2 = tl.load(of_weight - 2, mask=inside, other=0.0).to(kept).to(tl.float32)
-        if TAPS > 3:
-            w3 = tl.load(of_weight - 3, mask=inside, other=0.0).to(kept).to(tl.float32)
-        bias = tl.zeros([CHANNELS], tl.float32)
-        if BIAS:
-            bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(kept).to(tl.float32)
-        for token in range(tokens):
-            x0 = tl.load(of_inputs + token * stride_token, mask=inside, other=0.0).to(kept)
-            f3, f2, f1, f0 = x3.to(tl.float32), x2.to(tl.float32), x1.to(tl.float32), x0.to(tl.float32)
-            out = add_taps(bias, f3, f2, f1, f0, w3, w2, w1, w0, kept, TAPS)
-            tl.store(of_out + token * dim, out.to(out_ptr.dtype.element_ty), mask=inside)
-            tl.store(of_recent + ((position + token) % entries).to(tl.int64) * dim, x0, mask=inside)
-            x3 = x2
-            x2 = x1
-            x1 = x0
+    of_weight = weight_ptr + channel * TAPS + TAPS - 1
+    w0 = tl.load(of_weight, mask=inside, other=0.0).to(kept).to(tl.float32)
+    w1 = tl.load(of_weight - 1, mask=inside, other=0.0).to(kept).to(tl.float32)
+    w2 = tl.load(of_weight - 2, mask=inside & (TAPS > 2), other=0.0).to(kept).to(tl.float32)
+    w3 = tl.load(of_weight - 3, mask=inside & (TAPS > 3), other=0.0).to(kept).to(tl.float32)
+    bias = tl.load(bias_ptr + channel, mask=inside & BIAS, other=0.0).to(kept).to(tl.float32)
+    for token in range(tokens):
+        x0 = tl.load(of_inputs + token * stride_token, mask=inside, other=0.0).to(kept)
+        f3, f2, f1, f0 = x3.to(tl.float32), x2.to(tl.float32), x1.to(tl.float32), x0.to(tl.float32)
+        out = add_taps(bias, f3, f2, f1, f0, w3, w2, w1, w0, kept, TAPS)
+        tl.store(of_out + token * dim, out.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(of_recent + ((position + token) % entries).to(tl.int64) * dim, x0, mask=inside)
+        x3 = x2
+        x2 = x1
+        x1 = x0
 
 
 @jit
@@ -376,6 +353,10 @@ def _update_kernel(
     dt_bias_ptr: tl.tensor,  # (heads,)
     z_ptr: tl.tensor,  # (rows, TOKENS, heads x P), strided over rows and tokens; unused without GATE
     out_ptr: tl.tensor,  # (rows, TOKENS, heads x P), contiguous
+    stride_dt_row: tl.int64,
+    stride_dt_token: tl.int64,
+    stride_z_row: tl.int64,
+    stride_z_token: tl.int64,
     states_ptr: tl.tensor,  # (slots, heads, P, N), strided over slots
     inputs_ptr: tl.tensor,  # (rings, ENTRIES, heads x P + groups x N), strided over rings
     steps_ptr: tl.tensor,  # (rings, ENTRIES, 2, heads) float32, strided over rings
@@ -385,10 +366,6 @@ def _update_kernel(
     origins_ptr: tl.tensor,
     ends_ptr: tl.tensor,
     kept_ptr: tl.tensor,
-    stride_dt_row: tl.int64,
-    stride_dt_token: tl.int64,
-    stride_z_row: tl.int64,
-    stride_z_token: tl.int64,
     stride_slot: tl.int64,
     stride_inputs: tl.int64,
     stride_steps: tl.int64,

@@ -20,18 +20,18 @@ class RingRows(NamedTuple):
     Rows share no slot and no ring. What a ring holds outside [origin, position) is stale, and may be NaN.
     """
 
-    slots: torch.Tensor
-    """int64: the row's state in a layer's tensors of states. Negative: the row is padding, and zero in results."""
-    rings: torch.Tensor
-    """int64: the row's ring in a layer's tensors of rings."""
-    positions: torch.Tensor
-    """int32: tokens before the row's first of this step."""
-    origins: torch.Tensor
-    """int32: the position of the state in the slot."""
-    ends: torch.Tensor
-    """int32: where the state is advanced to and written, before this step's tokens; the origin: nowhere."""
-    kept: torch.Tensor
-    """int64: another slot that gets the state and the window at ``ends``, whether or not they are the slot's. Negative: none."""
+    slots: (
+        torch.Tensor
+    )  # int64: the row's state in a layer's tensors of states; negative: padding, which is zero in results
+    rings: torch.Tensor  # int64: the row's ring in a layer's tensors of rings
+    positions: torch.Tensor  # int32: tokens before the row's first of this step
+    origins: torch.Tensor  # int32: the position of the state in the slot
+    ends: (
+        torch.Tensor
+    )  # int32: where the state is advanced to and written, before this step's tokens; the origin: nowhere
+    kept: (
+        torch.Tensor
+    )  # int64: a slot that gets state and window at ``ends``, too, whether or not they moved; negative: none
 
     def where(self, which: torch.Tensor) -> RingRows:
         """Those of ``which``, (rows,) bool, with int64 everywhere: for the PyTorch versions."""

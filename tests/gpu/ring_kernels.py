@@ -1,6 +1,6 @@
-"""Kernels of a decode with rings (a layer of `hybrid-4b`), beside a copy of as many bytes. On a GPU::
+"""Kernels of a decode with rings (a layer of `hybrid-4b`, and of `gdn-4b`), beside a copy of as many bytes. On a GPU::
 
-    python -m tests.gpu.ring_kernels [--rows 8,32,64,256] [--rings 16,32,64] [--tiles _WARPS=2 _WARPS=4,_ELEMENTS=4096]
+    python -m tests.gpu.ring_kernels [--rows 8,32,64,256] [--rings 16,32,64] [--tiles "" "_WARPS=4;_BYTES=8192"]
 
 Rows are at random phases: one in R of a step flushes. A CUDA graph runs through several layers' states, so that none is in the L2 cache.
 ``--tiles`` sets constants of a kernel's module, for one run each. First, outputs and states are compared with float64.
@@ -9,15 +9,21 @@ Rows are at random phases: one in R of a step flushes. A CUDA graph runs through
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 import itertools
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import ModuleType
+from unittest.mock import patch
 
 import torch
 
-from megatron_hybrid_prefix.ops import mamba_decode
-from megatron_hybrid_prefix.ops.rings import RingRows, ring_entries
+from megatron_hybrid_prefix.layers.components import ring_entries
+from megatron_hybrid_prefix.ops import delta_rule_triton, mamba_decode
+from megatron_hybrid_prefix.ops.delta_rule import update_delta_rule
+from megatron_hybrid_prefix.ops.rings import RingRows
 
 HEADS, GROUPS, P, N, TAPS = 128, 8, 64, 128, 4
 INNER, DIM = HEADS * P, HEADS * P + 2 * GROUPS * N
@@ -54,6 +60,7 @@ class Kernel:
     module: ModuleType
     shape: tuple[int, ...]
     update: Callable[..., torch.Tensor]
+    near = 2e-5  # of the largest
 
     def __init__(self, rows: int, R: int, dtype: torch.dtype) -> None:
         size = rows * math.prod(self.shape) * dtype.itemsize
@@ -91,14 +98,33 @@ class Mamba2(Kernel):
         return self.fixed | {name: getattr(self, name)[layer] for name in ("states", "inputs", "steps")}
 
 
-KERNELS = [Mamba2]
+class DeltaNet(Kernel):
+    """Of `gdn-4b`."""
+
+    module, shape, near = delta_rule_triton, (64, 128, 128), 2.0**-9  # what a token writes is rounded before it is used
+    update = functools.partial(update_delta_rule, normalise=True)
+
+    def __init__(self, rows: int, R: int, dtype: torch.dtype) -> None:
+        self.entry_bytes = 2 * 16 * 128 + 64 * (128 * dtype.itemsize + 4)
+        super().__init__(rows, R, dtype)
+        self.fixed = {"q": rand(rows, 1, 16, 128), "k": rand(rows, 1, 16, 128), "v": rand(rows, 1, 64, 128)}
+        self.fixed |= {"log_decay": -torch.rand(rows, 1, 64, device="cuda"), "beta": rand(rows, 1, 64).sigmoid()}
+        rings = self.layers, rows, self.entries
+        self.keys, self.written = rand(*rings, 16, 128), rand(*rings, 64, 128, dtype=dtype)
+        self.decays = -torch.rand(*rings, 64, device="cuda") / R
+
+    def arguments(self, layer: int) -> dict[str, torch.Tensor]:
+        return self.fixed | {name: getattr(self, name)[layer] for name in ("states", "keys", "written", "decays")}
+
+
+KERNELS = [Mamba2, DeltaNet]
 
 
 def check(kind: type[Kernel], R: int, dtype: torch.dtype) -> None:
     """Raises AssertionError if outputs or states are further from float64 than types round."""
     kernel = kind(5, R, dtype)
     rows = kernel.rows[1]
-    rows.slots[1], rows.origins[:2] = -1, 3 * R
+    rows.slots[1], rows.positions[:2], rows.origins[:2] = -1, 4 * R, 3 * R
     exact = {name: tensor.double() for name, tensor in kernel.arguments(1).items()}
     got = kernel.run(1)
     kind.update(rows=rows, **exact)
@@ -108,7 +134,7 @@ def check(kind: type[Kernel], R: int, dtype: torch.dtype) -> None:
         (kernel.states[1], exact["states"]),
     ):
         error = (found.double() - of).abs() - 1.01 * torch.finfo(found.dtype).eps / 2 * of.abs()
-        assert error.max() <= 2e-5 * of.abs().max(), f"{kind.__name__}, R {R}: off by {error.max():.3g}"
+        assert error.max() <= kind.near * of.abs().max(), f"{kind.__name__}, R {R}: off by {error.max():.3g}"
 
 
 def copy_us(nbytes: float) -> float:
@@ -123,6 +149,19 @@ def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
+def table(kind: type[Kernel], tiles: str, of_rows: list[int], of_rings: list[int]) -> None:
+    print(f"{kind.__name__} {tiles}\nstate   R rows       us  copy us     GB/s  of copy", flush=True)
+    for (name, dtype), R in itertools.product(DTYPES.items(), of_rings):
+        check(kind, R, dtype)
+        for rows in of_rows:
+            kernel = kind(rows, R, dtype)
+            us, nbytes = us_of(kernel.run, kernel.layers), kernel.step_bytes
+            del kernel
+            copied = copy_us(nbytes)
+            rate = nbytes / us / 1e3
+            print(f"{name} {R:4} {rows:4} {us:8.1f} {copied:8.1f} {rate:8.0f} {copied / us:8.2f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=numbers, default=[8, 32, 64, 256])
@@ -131,20 +170,10 @@ def main() -> None:
     args = parser.parse_args()
     print(torch.cuda.get_device_name(), flush=True)
     for kind, tiles in itertools.product(KERNELS, args.tiles):
-        for name, _, value in (word.partition("=") for word in tiles.split(",") if word):
-            setattr(kind.module, name, int(value) if value.isdigit() else value)
-        print(f"{kind.__name__} {tiles}\nstate   R rows       us  copy us     GB/s  of copy", flush=True)
-        for (name, dtype), R in itertools.product(DTYPES.items(), args.rings):
-            check(kind, R, dtype)
-            for rows in args.rows:
-                kernel = kind(rows, R, dtype)
-                us, nbytes = us_of(kernel.run, kernel.layers), kernel.step_bytes
-                del kernel
-                copied = copy_us(nbytes)
-                print(
-                    f"{name} {R:4} {rows:4} {us:8.1f} {copied:8.1f} {nbytes / us / 1e3:8.0f} {copied / us:8.2f}",
-                    flush=True,
-                )
+        with ExitStack() as changed:
+            for name, _, value in (word.partition("=") for word in tiles.split(";") if word):
+                changed.enter_context(patch.object(kind.module, name, ast.literal_eval(value)))
+            table(kind, tiles, args.rows, args.rings)
 
 
 if __name__ == "__main__":

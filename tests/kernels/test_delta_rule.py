@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from megatron_hybrid_prefix.layers.components import ring_entries
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
 from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK
+from megatron_hybrid_prefix.ops.invariant.scope import invariant
 from megatron_hybrid_prefix.ops.rings import RingRows
 from tests.harness.naive_model import UNIT_ROUNDOFF
 from tests.kernels.naive import delta_rule_sequence
@@ -272,6 +274,21 @@ def joined(*parts):
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
+def rings_of(rows, entries, sample, kept_dtype, fill=NAN):
+    """Rings, for inputs as the sample's."""
+    shapes = {"keys": sample["k"].shape[1:], "written": sample["v"].shape[1:], "decays": sample["v"].shape[1:2]}
+    dtypes = {"keys": sample["k"].dtype, "written": kept_dtype, "decays": sample["log_decay"].dtype}
+    device = sample["k"].device
+    return {
+        name: torch.full((rows, entries, *x), fill, dtype=dtypes[name], device=device) for name, x in shapes.items()
+    }
+
+
+def rows_of(device, *fields):
+    kinds = torch.int64, torch.int64, torch.int32, torch.int32, torch.int32, torch.int64
+    return RingRows(*(torch.tensor(x, dtype=kind, device=device) for x, kind in zip(fields, kinds, strict=True)))
+
+
 def check_decode(
     seed,
     *,
@@ -294,13 +311,8 @@ def check_decode(
     dice, tokens, g = random.Random(seed), drafts + 1, torch.Generator().manual_seed(seed)
     kept_dtype, entries = kept_dtype or dtype, ring_entries(interval, tokens)
     sample = make(0, 0, dtype=dtype, device=device, **dimensions)
-    heads, value_dim, key_heads, key_dim = *sample["v"].shape[1:], *sample["k"].shape[1:]
-
-    def rings(count, *shape, dtype):
-        return torch.full((rows, entries, count, *shape), NAN, dtype=dtype, device=device)
-
-    held = {"keys": rings(key_heads, key_dim, dtype=dtype), "written": rings(heads, value_dim, dtype=kept_dtype)}
-    held["decays"] = rings(heads, dtype=sample["log_decay"].dtype)
+    heads, value_dim, key_dim = *sample["v"].shape[1:], sample["k"].shape[-1]
+    held = rings_of(rows, entries, sample, kept_dtype)
     pool = torch.full((2 * rows, heads * key_dim * value_dim + 16), NAN, dtype=kept_dtype, device=device)
     pool = pool[:, :-16].unflatten(1, (heads, key_dim, value_dim))
     slots, own_rings = dice.sample(range(2 * rows), 2 * rows), dice.sample(range(rows), rows)
@@ -327,9 +339,9 @@ def check_decode(
                 ring[own_rings[row], stale] = NAN
             for x in args.values():
                 x[row] = NAN if out[row] else x[row]
-        given = [-1 if out[row] else slots[row] for row in range(rows)], own_rings, positions, origins, ends, kept
-        kinds = (torch.int64, torch.int64, torch.int32, torch.int32, torch.int32, torch.int64)
-        by_row = RingRows(*(torch.tensor(x, dtype=kind, device=device) for x, kind in zip(given, kinds, strict=True)))
+        by_row = rows_of(
+            device, [-1 if out[row] else slots[row] for row in range(rows)], own_rings, positions, origins, ends, kept
+        )
         before, rings_before = pool.clone(), {name: ring.clone() for name, ring in held.items()}
         y = update(**args, states=pool, rows=by_row, **held, normalise=normalise)
         assert y.shape == (rows, fed, heads, value_dim) and y.dtype == dtype
@@ -405,3 +417,115 @@ def test_decode(device, drafts, dtype, kept_dtype):
     check_decode(
         0, dtype=dtype, kept_dtype=kept_dtype, device=device, drafts=drafts, interval=32, steps=3, rows=1, **sizes
     )
+
+
+def middle(rows, tokens, interval, kept_dtype, device, **dimensions):
+    """Arguments of a decode in which the last row writes its state and the first does not, all in the middle of a ring."""
+    entries, flat = ring_entries(interval, tokens), make(rows * tokens, 1, device=device, **dimensions)
+    held = rings_of(rows, entries, flat, kept_dtype, 0.0)
+    for seed, ring in enumerate(held.values()):
+        ring.copy_(torch.randn(ring.shape, generator=torch.Generator().manual_seed(seed)) / 2)
+    held["decays"].abs_().neg_()
+    states = (
+        torch.randn(2 * rows, *flat["v"].shape[1:2], flat["k"].shape[-1], flat["v"].shape[-1]).to(kept_dtype).to(device)
+    )
+    origins = [5 * interval - 3] * rows
+    positions = [origins[0] + 2 + row % interval for row in range(rows - 1)] + [origins[0] + interval - 1]
+    ends = [max(origin, p // interval * interval) for origin, p in zip(origins, positions, strict=True)]
+    given = {name: x.unflatten(0, (rows, tokens)) for name, x in flat.items()} | held | {"states": states}
+    return given, [list(range(rows)), list(range(rows)), positions, origins, ends, [-1] * rows]
+
+
+def run(given, fields, tokens=slice(None)):
+    """Outputs, states and rings of a decode, whose arguments do not change."""
+    given = {name: x.clone() for name, x in given.items()}
+    given |= {name: given[name][:, tokens] for name in ("q", "k", "v", "log_decay", "beta")}
+    with invariant():
+        y = update_delta_rule(**given, rows=rows_of(given["q"].device, *fields), normalise=True)
+    return y, given
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kept_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_bits_of_a_row(device, kept_dtype, tokens):
+    """They depend neither on other rows nor on what is kept; nor on whether a launch of its own has written the state."""
+    count, sizes = 3, {"key_heads": 1, "heads": 2, "key_dim": 16, "value_dim": 64}
+    if device == "cuda":  # programs of one row have fewer columns
+        count, sizes = 40, {"key_heads": 16, "heads": 64, "key_dim": 128, "value_dim": 128}
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    given, fields = middle(count, tokens, 8, kept_dtype, device, dtype=dtype, **sizes)
+    y, after = run(given, fields)
+    for row in (0, count - 1):
+        one = {
+            name: x[row : row + 1] if name in ("q", "k", "v", "log_decay", "beta") else x for name, x in given.items()
+        }
+        alone, left = run(one, [field[row : row + 1] for field in fields[:-1]] + [[count]])
+        assert torch.equal(alone[0], y[row]) and torch.equal(left["states"][row], after["states"][row])
+        assert torch.equal(left["states"][count], after["states"][row])
+        assert all(torch.equal(left[name][row], after[name][row]) for name in ("keys", "written", "decays"))
+    none, written = run(given, fields, slice(0))
+    assert none.shape[1] == 0 and torch.equal(written["states"], after["states"])
+    fields[3] = fields[4]
+    later, _ = run(given | {"states": written["states"]}, fields)
+    if device == "cuda" or INTERPRETED:
+        assert torch.equal(later, y)
+    torch.testing.assert_close(later, y, rtol=0, atol=1e-5)  # a state that is used before it is rounded is further off
+
+
+DECODE_MUTANTS = {
+    "rounded keys": lambda k, **_: {"k": k.bfloat16().to(k.dtype)},
+    "nothing is forgotten": lambda log_decay, **_: {"log_decay": 0 * log_decay},
+    "keys that are not stored": lambda keys, **_: {"keys": keys.clone()},
+    "what is written has few digits": lambda written, **_: {"written": written.copy_(written.bfloat16())},
+    "one entry more": lambda rows, **_: {"rows": rows._replace(origins=rows.origins - 1)},
+    "another ring": lambda rows, **_: {"rows": rows._replace(rings=rows.rings.roll(1))},
+    "no state is written": lambda rows, **_: {"rows": rows._replace(ends=rows.origins)},
+    "no state is kept": lambda rows, **_: {"rows": rows._replace(kept=rows.kept * 0 - 1)},
+    "padding decodes": lambda rows, **_: {"rows": rows._replace(slots=rows.slots.abs())},
+}
+
+
+@not_interpreted
+@pytest.mark.parametrize("name", DECODE_MUTANTS)
+def test_the_checks_of_a_decode_see(name):
+    def mutant(**given):
+        return update_delta_rule(**given | DECODE_MUTANTS[name](**given))
+
+    with pytest.raises(AssertionError):
+        check_decode(1, dtype=torch.float32, drafts=2, update=mutant)
+
+
+def in_place(args, state, dtype, kept_dtype):
+    """The decode without rings: the state is rounded after each token. Outputs (tokens, heads, V)."""
+    args, repeat, outputs = {name: x.to(dtype) for name, x in args.items()}, len(state) // args["k"].shape[1], []
+    q, k = (torch.nn.functional.normalize(args[name], dim=-1).repeat_interleave(repeat, 1) for name in "qk")
+    for t in range(len(q)):
+        state = args["log_decay"][t].exp()[:, None, None] * state.to(dtype)
+        new = args["beta"][t, :, None] * (args["v"][t] - torch.einsum("hkv,hk->hv", state, k[t]))
+        state = state + k[t, :, :, None] * new[:, None]
+        outputs.append(torch.einsum("hkv,hk->hv", state, q[t]) * q.shape[-1] ** -0.5)
+        state = state.to(kept_dtype)
+    return torch.stack(outputs)
+
+
+@not_interpreted
+@pytest.mark.parametrize("kept_dtype", [torch.float32, torch.bfloat16])
+def test_the_error_of_many_tokens_is_no_larger_than_without_rings(kept_dtype, request):
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(1)  # steps this small are far slower with more, beside other processes
+    tokens, fed, interval, sizes = 4096, 4, 16, {"key_heads": 1, "heads": 2, "key_dim": 16, "value_dim": 16}
+    args, start, outputs, origin = make(tokens, 0, dtype=torch.float32, **sizes), torch.zeros(2, 16, 16), [], 0
+    held, pool = rings_of(1, ring_entries(interval, fed), args, kept_dtype), start.to(kept_dtype, copy=True)[None]
+    for position in range(0, tokens, fed):
+        end = position // interval * interval
+        step = {name: x[None, position : position + fed] for name, x in args.items()}
+        rows = rows_of("cpu", [0], [0], [position], [origin], [end], [-1])
+        outputs.append(update_delta_rule(**step, states=pool, rows=rows, **held, normalise=True)[0])
+        origin = end
+    wanted = in_place(args, start, torch.float64, torch.float64)
+    errors = [
+        float((y - wanted).norm() / wanted.norm())
+        for y in (torch.cat(outputs), in_place(args, start, torch.float32, kept_dtype))
+    ]
+    assert errors[0] <= errors[1] + UNIT_ROUNDOFF  # of a float32 state, that of a token's products is all there is

@@ -28,7 +28,7 @@ INT32 = {"sources_ptr", "starts_ptr", "chunk_bounds_ptr", "bounds_ptr", "end_ptr
 INT32 |= {"cu_seqlens_q_ptr", "lengths_ptr", "block_table_ptr", "positions_ptr", "origins_ptr", "ends_ptr"}
 INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr"}
 INT64 |= {"rings_ptr", "kept_ptr", "slots_ptr", "entries_ptr", "ids_ptr", "sums_ptr", "expected_ptr", "places_ptr"}
-FLOAT32 = {"log_decay_ptr", "dt_ptr", "steps_ptr"}
+FLOAT32 = {"log_decay_ptr", "decays_ptr", "dt_ptr", "steps_ptr"}
 OUTPUTS = {"P": 64, "N": 128, "CHUNK": 128, "OF_D": 1, "GATE": False}
 OUTPUTS |= {"BLOCK_M": 64, "BLOCK_K": 128, "BLOCK_P": 64, "BLOCK_N": 128}
 KERNELS = {  # module, constants
@@ -93,12 +93,18 @@ def test_delta_rule(name, dtype, size, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("states", "tokens"), [("bf16", 0), ("bf16", 1), ("fp32", 1), ("fp32", 4)])
-def test_update_of_rings(states, tokens, tmp_path):
-    """The registers suffice: a state is all that a program holds."""
-    entries = ring_entries(16, max(1, tokens))
-    constants = {"P": 64, "N": 128, "REPEAT": 16, "ENTRIES": entries, "OF_D": 1, "GATE": False, "TOKENS": tokens}
-    constants |= mamba_decode.tile_of(64, 128, entries - tokens)
+@pytest.mark.parametrize(
+    ("states", "tokens", "R", "P", "N"),
+    [
+        *((states, tokens, 16, 64, 128) for states in ("bf16", "fp32") for tokens in (0, 1, 4)),
+        *(("bf16", 1, *sizes) for sizes in ((64, 64, 128), (8, 16, 16), (16, 40, 96), (16, 16, 256))),
+    ],
+)
+def test_update_of_rings(states, tokens, R, P, N, tmp_path):
+    """The registers suffice."""
+    entries = ring_entries(R, max(1, tokens))
+    constants = {"P": P, "N": N, "REPEAT": 16, "ENTRIES": entries, "OF_D": 1, "GATE": False, "TOKENS": tokens}
+    constants |= mamba_decode.tile_of(P, N, 2 if states == "bf16" else 4, entries - tokens, tokens)
     options = {key: constants.pop(key) for key in ("num_warps", "maxnreg")}
     types = {"states_ptr": f"*{states}", "A_ptr": "*fp32", "dt_ptr": "*bf16"}
 
@@ -106,6 +112,25 @@ def test_update_of_rings(states, tokens, tmp_path):
         return types.get(name) or type_of(name)
 
     assert not spills(compiled(mamba_decode._update_kernel, kind, constants, tmp_path, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("states", "tokens", "rows", "size"),
+    [
+        *((states, tokens, rows, 128) for states in ("bf16", "fp32") for tokens in (0, 1) for rows in (1, 64)),
+        *(("bf16", 4, rows, 128) for rows in (1, 64)),
+        *(("bf16", 1, 64, size) for size in (16, 48, 64, 80, 256)),
+    ],
+)
+def test_update_of_the_delta_rule(states, tokens, rows, size, tmp_path):
+    """The registers suffice."""
+    constants = delta_rule_triton.update_options(64 * rows, size, size, tokens, H200)
+    constants |= {"ENTRIES": ring_entries(16, max(1, tokens)), "NORMALISE": True}
+    options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "maxnreg")}
+    types = {"states_ptr": f"*{states}", "written_ptr": f"*{states}"}
+    kernel = delta_rule_triton._update_kernel
+    assert not spills(compiled(kernel, lambda name: types.get(name) or type_of(name), constants, tmp_path, **options))
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_hybrid_prefix.layers.components import ring_entries
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, update_states
 from megatron_hybrid_prefix.ops.mamba_scan import pass_states
+from megatron_hybrid_prefix.ops.rings import RingRows
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.platform.kernels import attention, attention_cuda, kv_append
 from megatron_hybrid_prefix.pool.layout import StateComponent
@@ -238,55 +240,66 @@ def test_copies_of_slots(place):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("drafts", [0, DRAFTS])
-def test_decode_of_mamba2(place, dtype, drafts):
-    """Tokens of a row write the states after them beside each other, all behind the slots of requests."""
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_decode_of_mamba2(place, dtype, tokens):
+    """One row flushes, one gives its state to another slot, one does both, and one is padding."""
     memory, device = place
-    shared = some_states(memory, dtype, drafts=drafts)
-    dtype = getattr(torch, dtype)
-    slots = torch.tensor([-1, MAX_REQUESTS - 1, 0, 17], device=device)
-    if not drafts:
-        slots = torch.where(slots < 0, slots, FAR_PAGES - 1 - slots)
-    for seed, view in enumerate(shared.states.values()):
-        fill(memory.of_slots(view), 1, slots[slots >= 0].tolist(), seed)
-    rows, steps, (heads, channels, width) = len(slots), drafts + 1, SSM
-    x = rand(device, rows, steps, CONV[0], seed=5, dtype=dtype)
+    states = some_states(memory, dtype).states
+    dtype, (heads, channels, width) = getattr(torch, dtype), SSM
+    slots, kept = [-1, FAR_PAGES - MAX_REQUESTS, FAR_PAGES - 1, 17], [3, -1, 5, FAR_PAGES - 2]
+    for seed, view in enumerate(states.values()):
+        fill(memory.of_slots(view), 1, slots[1:], seed)
+    positions, origins, ends = torch.tensor(
+        [[0, 9, 5, 10], [0, 4, 2, 3], [0, 8, 2, 8]], dtype=torch.int32, device=device
+    )
+    x = rand(device, 4, tokens, CONV[0], seed=5, dtype=dtype)
     weight, bias = rand(device, *CONV, seed=6, dtype=dtype), rand(device, CONV[0], seed=7, dtype=dtype)
-    xBC = rand(device, rows, steps, heads * channels + 4 * width, seed=8)
-    dt, D = rand(device, rows, steps, heads, seed=9), rand(device, heads, seed=11)
+    xBC = rand(device, 4, tokens, heads * channels + 4 * width, seed=8)
+    dt, D = rand(device, 4, tokens, heads, seed=9), rand(device, heads, seed=11)
     rates = {"A": -rand(device, heads, seed=10).abs(), "D": D, "dt_bias": D}
+    recent = rand(device, 4, CONV[1] - 1 + tokens, CONV[0], seed=12, dtype=dtype)
+    inputs = rand(device, 4, 8 + 2 * tokens, heads * channels + 2 * width, seed=13)
+    steps = -rand(device, 4, 8 + 2 * tokens, 2, heads, seed=14).abs()
 
-    def step(at, conv, ssm, conv_after=None, ssm_after=None):
-        own = [None if view is None else view[LAYER] for view in (conv_after, ssm_after)]
+    def step(at, conv, ssm):
+        rings = torch.arange(4, device=device)
+        rows = RingRows(
+            at(torch.tensor(slots, device=device)),
+            rings,
+            positions,
+            origins,
+            ends,
+            at(torch.tensor(kept, device=device)),
+        )
         return (
-            convolve_tokens(x, conv[LAYER], weight, bias, slots=at(slots), after=own[0]),
-            update_states(xBC, dt, ssm[LAYER], at(slots), **rates, after=own[1]),
+            convolve_tokens(x, conv[LAYER], weight, bias, recent=recent.clone(), rows=rows),
+            update_states(xBC, dt, ssm[LAYER], rows, inputs=inputs.clone(), steps=steps.clone(), **rates),
         )
 
-    check_same(memory, step, {}, with_drafted(shared))
+    check_same(memory, step, {}, states)
 
 
-@pytest.mark.parametrize("drafts", [0, DRAFTS])
-def test_decode_of_gated_delta_net(place, drafts):
+def test_decode_of_gated_delta_net(place):
     memory, device = place
-    shared = memory.shared(component("matrix", SSM), drafts=drafts)
-    slots = torch.tensor([MAX_REQUESTS - 1, 0, -1, 17], device=device)
-    if not drafts:
-        slots = torch.where(slots < 0, slots, FAR_PAGES - 1 - slots)
-    fill(memory.of_slots(shared.states["matrix"]), 1, slots[slots >= 0].tolist())
-    rows, steps, (heads, keys, values) = len(slots), drafts + 1, SSM
-    q, k = (rand(device, rows, steps, 2, keys, seed=seed) for seed in (1, 2))
-    v, decay, beta = (
-        rand(device, rows, steps, heads, values, seed=3),
-        -rand(device, rows, steps, heads, seed=4).abs(),
-        rand(device, rows, steps, heads, seed=5).sigmoid(),
+    states = memory.shared(component("matrix", SSM)).states
+    slots = torch.tensor([FAR_PAGES - 1, 0, -1, 17], device=device)
+    fill(memory.of_slots(states["matrix"]), 1, slots[slots >= 0].tolist())
+    rows, tokens, entries, (heads, keys, values) = len(slots), 2, ring_entries(4, 2), SSM
+    q, k = (rand(device, rows, tokens, 2, keys, seed=seed) for seed in (1, 2))
+    v, decay, beta = (rand(device, rows, tokens, heads, *size, seed=3) for size in ((values,), (), ()))
+    sizes = {"keys": (2, keys), "written": (heads, values), "decays": (heads,)}
+    rings = {name: -rand(device, rows, entries, *size, seed=4).abs() for name, size in sizes.items()}
+    kept = torch.tensor([5, FAR_PAGES - 2, 3, -1], device=device)
+    positions, origins, ends = torch.tensor(
+        [[9, 6, 9, 7], [4, 4, 4, 4], [8, 4, 8, 4]], dtype=torch.int32, device=device
     )
 
-    def step(at, matrix, matrix_after=None):
-        own = None if matrix_after is None else matrix_after[LAYER]
-        return update_delta_rule(q, k, v, decay, beta, matrix[LAYER], at(slots), normalise=True, after=own)
+    def step(at, matrix):
+        own = RingRows(at(slots), torch.arange(rows, device=device), positions, origins, ends, at(kept))
+        inputs, ring = (q, k, v, -decay.abs(), beta.sigmoid()), {name: x.clone() for name, x in rings.items()}
+        return update_delta_rule(*inputs, matrix[LAYER], own, **ring, normalise=True), *ring.values()
 
-    check_same(memory, step, {}, with_drafted(shared))
+    check_same(memory, step, {}, states)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
