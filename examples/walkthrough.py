@@ -130,7 +130,7 @@ class Diary:
         )
 
     def _checkpoint_decoded(self, slot: int | None, request_id: int, position_tokens: int) -> None:
-        outcome = "is kept already, or cannot be" if slot is None else f"is copied to slot {slot}"
+        outcome = "is kept already, or cannot be" if slot is None else f"is written to slot {slot}"
         self.say("decode", f"the answer fills the block up to {position_tokens}: its state {outcome}")
 
     def _take_copies(self, copies: Sequence[Copy]) -> None:
@@ -203,8 +203,10 @@ def counts(stats: PrefixStats) -> dict[str, int]:
 
 def walk(model: Any) -> Iterator[dict[str, Any]]:
     """Runs the turns. Yields for each its name, prompt, events, counters, and where the conversation is afterwards."""
-    # One more block is megatron's dummy, and half a one has room for the engine's own state.
-    cache_gb = (BLOCKS + 1.5) * sizes_of("tiny").kv_block_bytes(BLOCK_TOKENS) / 2**30
+    # One more block is megatron's dummy, and half a one has room for the engine's own state. Each request has rings.
+    sizes = sizes_of("tiny")
+    rings_bytes = sizes.rings(BLOCK_TOKENS, 0).bytes(MAX_REQUESTS)
+    cache_gb = ((BLOCKS + 1.5) * sizes.kv_block_bytes(BLOCK_TOKENS) + rings_bytes) / 2**30
     fields = {"max_requests": MAX_REQUESTS, "max_sequence_length": 1024, "block_size_tokens": BLOCK_TOKENS}
     # "lru" evicts in an order that is easy to follow.
     prefix = HybridPrefixConfig(cache_gb=cache_gb, host_gb=0.01, eviction_policy="lru")

@@ -101,7 +101,7 @@ BAD_OPTIONS = {  # by command line
     f"{'x' * 2000} --compare off --cache-gb 0.002 --max-requests 4": (
         "need 8 KV blocks of 256 tokens, there are 5: raise buffer_size_gb or lower max_requests"
     ),
-    f"{'x' * 2000} --compare ours --cache-gb 0.0017": "need 8 KV blocks of 256 tokens, there are 4: raise cache_gb",
+    f"{'x' * 2000} --compare ours --cache-gb 0.0017": "need 8 KV blocks of 256 tokens, there are 3: raise cache_gb",
     "x --load .": "is not a complete checkpoint",
     "x --cuda-graphs 2": "needs a CUDA device",
     "x --top-p 0.5 --top-k 3 --compare off --compare upstream": (

@@ -1,15 +1,19 @@
-"""`SharedMemory`: no byte has two owners, nothing is set aside but what is asked for, copies and moves are bit-equal."""
+"""`SharedMemory`: no byte has two owners, nothing is set aside but what is asked for, moves are bit-equal."""
 
 from __future__ import annotations
 
 import random
+from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from megatron_hybrid_prefix.mcore.state.memory import StateMemory
-from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
+from megatron_hybrid_prefix.layers.base import LayerKind
+from megatron_hybrid_prefix.layers.components import rings_of as layer_rings
+from megatron_hybrid_prefix.mcore.state import memory as memory_of_states
+from megatron_hybrid_prefix.pool.layout import RingLayout, SlotLayout, StateComponent, StateLayout
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
@@ -32,6 +36,17 @@ STATES = {
 }
 
 
+def rings_of(states: str) -> RingLayout:
+    """Two tensors for each kind, whose sizes are no multiple of the alignment."""
+    shapes = (("inputs", (11, 5), "bfloat16"), ("steps", (11,), "float64"))
+
+    def of(kind: str) -> tuple[StateComponent, ...]:
+        return tuple(StateComponent(name=f"{kind}_{name}", shape=shape, dtype=dtype) for name, shape, dtype in shapes)
+
+    kinds = (StateLayout(kind=each.kind, layers=each.layers, components=of(each.kind)) for each in STATES[states].kinds)
+    return RingLayout(tokens=8, kinds=tuple(kinds))
+
+
 def memory(
     block: str = "heads",
     states: str = "one kind",
@@ -39,7 +54,8 @@ def memory(
     pages: int = 6,
     page_states: int = 1,
     own: int = 2,
-    drafts: int = 0,
+    rings: RingLayout | None = None,
+    requests: int = 3,
     padding: int = 0,
     rest: int = 1,
 ) -> SharedMemory:
@@ -52,11 +68,12 @@ def memory(
         page_states=page_states,
         total_blocks=pages * page_blocks + rest - 1,  # the last block of the memory is megatron's
     )
-    return SharedMemory(slots, layout=layout, block=shape, own_slots=own, drafts=drafts, device="cpu")
+    own_fields = {"own_slots": own, "rings": rings or rings_of(states), "requests": requests}
+    return SharedMemory(slots, layout=layout, block=shape, device="cpu", **own_fields)
 
 
-def without_kv(own: int = 5, states: str = "one kind", drafts: int = 0) -> SharedMemory:
-    return SharedMemory(STATES[states], own_slots=own, drafts=drafts, device="cpu")
+def without_kv(states: str = "one kind") -> SharedMemory:
+    return SharedMemory(STATES[states], own_slots=5, rings=rings_of(states), requests=5, device="cpu")
 
 
 def block_of(made: SharedMemory, number: int) -> torch.Tensor:
@@ -64,21 +81,16 @@ def block_of(made: SharedMemory, number: int) -> torch.Tensor:
     return made.kv.select(made.kv.dim() - (4 if made.kv.dim() == 6 else 3), number)
 
 
-def after(made: SharedMemory, slot: int, token: int) -> dict[str, torch.Tensor]:
-    """The state of an own slot after a drafted token: views."""
-    return {name: tensor[:, made.row(slot), token] for name, tensor in made.drafted.items()}
-
-
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("requests", [0, 3])
 @pytest.mark.parametrize(("page_states", "padding", "rest"), [(1, 0, 1), (2, ALIGNMENT_BYTES, 2), (5, 0, 2)])
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_no_byte_has_two_owners(block, states, page_states, padding, rest, drafts):
-    """Own slots, states after drafted tokens, the states or the blocks of each page, the blocks behind them."""
-    made = memory(block, states, page_states=page_states, padding=padding, rest=rest, drafts=drafts)
+def test_no_byte_has_two_owners(block, states, page_states, padding, rest, requests):
+    """Own slots, the rings of each request, the states or the blocks of each page, the blocks behind them."""
+    made = memory(block, states, page_states=page_states, padding=padding, rest=rest, requests=requests)
     layout, dice, own = made.layout, random.Random(0), made.first_page_slot
     owners = [made.state(slot).values() for slot in range(own)]
-    owners += [after(made, slot, token).values() for slot in range(own) for token in range(drafts + 1) if drafts]
+    owners += [[ring[:, request] for ring in made.rings.values()] for request in range(requests)]
     before_pages = len(owners)
     blocks = list(range(layout.pages * layout.page_blocks, layout.total_blocks + 1))
     for page in range(layout.pages):
@@ -90,10 +102,10 @@ def test_no_byte_has_two_owners(block, states, page_states, padding, rest, draft
     taken = torch.zeros_like(made.buffer, dtype=torch.bool)
     for number, views in enumerate(owners):
         if number == before_pages:  # these are first in the memory, and take what they say
-            assert len(made.buffer) == own_bytes(slot_bytes(STATES[states]), own_slots=own, drafts=drafts) + (
-                (layout.total_blocks + 1) * layout.block_bytes
-            )
-            assert int(taken.sum()) == before_pages * STATES[states].slot_bytes
+            before_bytes = own_bytes(slot_bytes(STATES[states]), made.ring_layout, own_slots=own, requests=requests)
+            assert len(made.buffer) == before_bytes + (layout.total_blocks + 1) * layout.block_bytes
+            assert int(taken.sum()) == own * STATES[states].slot_bytes + made.ring_layout.bytes(requests)
+            assert not taken[before_bytes:].any()
         made.buffer.zero_()
         for view in views:
             view.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[view.element_size()]).fill_(-1)
@@ -110,7 +122,7 @@ def test_no_byte_has_two_owners(block, states, page_states, padding, rest, draft
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_shapes_are_megatrons_and_states_begin_aligned(block):
+def test_shapes_are_megatrons_and_states_and_rings_begin_aligned(block):
     made, shape = memory(block, "two kinds", page_states=2), BLOCKS[block]
     assert made.kv.shape == (*shape.before, made.layout.total_blocks + 1, *shape.after)
     assert block_of(made, 0)[(0,) * len(shape.before)].is_contiguous()
@@ -120,65 +132,35 @@ def test_shapes_are_megatrons_and_states_begin_aligned(block):
             assert view.shape == (layout.layers, *component.shape) and view.is_contiguous()
             assert view.dtype == getattr(torch, component.dtype)
             assert view.storage_offset() * view.element_size() % ALIGNMENT_BYTES == 0
+    for layout in made.ring_layout.kinds:
+        for component in layout.components:
+            view = made.rings[component.name]
+            assert view.shape == (layout.layers, 3, *component.shape) and view.is_contiguous()
+            assert view.dtype == getattr(torch, component.dtype) and view.data_ptr() != made.buffer.data_ptr()
+            assert view.storage_offset() * view.element_size() % ALIGNMENT_BYTES == 0
     assert shape.bytes % ALIGNMENT_BYTES == 0 == slot_bytes(STATES["two kinds"]) % ALIGNMENT_BYTES
 
 
-# -- copies ------------------------------------------------------------------------------------------------------------
+# -- slots -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["without_kv", "one_memory"])
 def five(request):
-    """Five slots, full of random bits: NaNs with a payload, signed zeros, subnormals."""
+    """Five slots, full of random bits."""
     made = without_kv() if request.param == "without_kv" else memory(pages=2, page_states=2, own=1)
     made.buffer.random_(0, 256, generator=torch.Generator().manual_seed(0))
-    odd = torch.tensor([0x7FC12345, -(2**31), 1, 0x7F800000, -1, 0x00800000], dtype=torch.int32)
-    for slot in range(5):
-        made.state(slot)["ssm"].view(torch.int32)[:, 0, 0, :6] = odd + slot * (odd == 1)
     return made
 
 
-def states_of(made):
-    return [{name: bits(tensor) for name, tensor in made.state(slot).items()} for slot in range(5)]
-
-
-def check_states(made, before, origin):
-    """Slot i has what slot ``origin[i]`` had; None: zeros."""
-    for found, source in zip(states_of(made), origin, strict=True):
-        for name, tensor in found.items():
-            assert not tensor.any() if source is None else torch.equal(tensor, before[source][name])
-
-
 def test_zero_takes_only_the_slots_named(five):
-    before = states_of(five)
+    before, states = five.buffer.clone(), {slot: [bits(part) for part in five.state(slot).values()] for slot in (3, 0)}
     five.zero([])
-    check_states(five, before, range(5))
+    assert torch.equal(five.buffer, before)
     five.zero((3, 0))
-    check_states(five, before, [None, 1, 2, None, 4])
-
-
-@pytest.mark.parametrize(("sources", "targets"), [([], []), ([0], [4]), ([4, 4, 4], [0, 2, 3]), ([2], [2])])
-def test_copies_are_bit_equal(five, sources, targets):
-    before, origin = states_of(five), list(range(5))
-    for source, target in zip(sources, targets, strict=True):
-        origin[target] = source
-    five.copy([five.row(slot) for slot in sources], targets)
-    check_states(five, before, origin)
-
-
-def test_negative_rows_are_not_copied(five):
-    before = states_of(five)
-    five.copy_rows(torch.tensor([five.row(1), -1, five.row(2)]), torch.tensor([five.row(3), five.row(4), -1]))
-    check_states(five, before, [0, 1, 2, 1, 4])
-
-
-@pytest.mark.parametrize(
-    ("count", "targets", "message"),
-    [(1, [1, 2], "as many"), (2, [1], "as many"), (2, [2, 2], "twice"), (1, [5], "slot 5"), (1, [-1], "slot -1")],
-)
-def test_impossible_copies_are_refused_before_anything_is_written(five, count, targets, message):
-    before = five.buffer.clone()
-    with pytest.raises(ValueError, match=message):
-        five.copy([five.row(0)] * count, targets)
+    for slot, parts in states.items():
+        for tensor, part in zip(five.state(slot).values(), parts, strict=True):
+            assert not tensor.any()
+            tensor.copy_(part.view(tensor.dtype))
     assert torch.equal(five.buffer, before)
 
 
@@ -192,11 +174,11 @@ def test_no_other_slot_is_zeroed(five, slot):
 
 
 @pytest.mark.parametrize("make", [without_kv, memory])
-def test_a_stage_without_recurrent_layers_has_nothing_to_copy(make):
+def test_a_stage_without_recurrent_layers_has_neither_states_nor_rings(make):
     made = make(states="no layer here")
     made.zero([0, 1])
-    made.copy([made.row(0)], [1])
-    assert not made.buffer.any() and made.state(1)["ssm"].shape == (0, 2, 3, 40)
+    assert made.state(1)["ssm"].shape == (0, 2, 3, 40) and not any(ring.numel() for ring in made.rings.values())
+    assert len(made.buffer) == (0 if made.layout is None else (made.layout.total_blocks + 1) * made.layout.block_bytes)
 
 
 @pytest.mark.parametrize("padding", [0, 3 * ALIGNMENT_BYTES])
@@ -233,23 +215,58 @@ def test_a_page_is_cleared_and_no_byte_beside_it(page_states):
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 3])
-def test_states_of_drafts_have_slots_of_their_own(platform, drafts):
-    requests, slots = 3, STATES["one kind"]
-    shared = memory(own=requests if drafts else 1, drafts=drafts)
-    kinds = SimpleNamespace(quanta=(8,), kind_of_layer=(slots.kinds[0].kind,) * 3, slots=slots)
-    states = StateMemory(kinds, shared, max_requests=requests, live_states=not drafts, block_tokens=8, max_tokens=64)
-    homes = [states.live.slot(index) for index in range(requests)]
-    assert homes == (list(range(requests)) if drafts else [0] * requests)
-    if not drafts:
-        return
-    for slot in range(requests):
-        for number, tensors in enumerate([shared.state(slot), *(after(shared, slot, at) for at in range(drafts + 1))]):
-            tensors["ssm"].fill_(10 * slot + number)
-            assert torch.equal(states.layers[1]["ssm"][shared.row(slot)], shared.state(slot)["ssm"][1])
-    assert torch.equal(states.drafted_layers[2]["ssm"][shared.row(1), drafts], after(shared, 1, drafts)["ssm"][2])
-    live = states.live.rows(torch.tensor([0, 1, -1]))
-    states.roll_back(live, torch.tensor([0, 1, 1]))
-    assert [shared.state(slot)["ssm"].unique().tolist() for slot in range(requests)] == [[1], [12], [20]]
-    first = shared.first_page_slot
-    states.copy_decoded([first, first + 1], homes[:2], [drafts, 0])
-    assert [shared.state(first + at)["ssm"].unique().tolist() for at in range(2)] == [[1 + drafts], [11]]
+def test_a_kind_without_a_ring_goes_on_from_the_last_accepted_token(platform, monkeypatch, drafts):
+    """A state counts the accepted tokens; a wrong draft adds 100. A flush writes it at any of them, to a checkpoint, too."""
+    from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
+
+    class Counting(SlotLayer):
+        def slot_decode(self, inputs, states, slots):
+            for tensor in states.values():
+                tensor[slots[slots >= 0]] += inputs[slots >= 0].to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1))
+            return inputs
+
+        def slot_prefill(self, inputs, states, step):
+            raise NotImplementedError
+
+    requests, slots, dice = 3, STATES["one kind"], random.Random(drafts)
+    monkeypatch.setattr(memory_of_states, "KINDS", {"a": SimpleNamespace(flush=partial(LayerKind.flush, None))})
+    of_kind = {"a": partial(LayerKind.ring, None)}
+    rings = layer_rings(slots, of_kind, block_tokens=8, step_tokens=drafts + 1)
+    shared = memory(own=requests, rings=rings, requests=requests)
+    assert set(shared.rings) == ({"conv_after", "ssm_after"} if drafts else set())
+    for ring in shared.rings.values():
+        ring.fill_(torch.nan)
+    kinds = SimpleNamespace(quanta=(8,), kind_of_layer=("a",) * 3, slots=slots)
+    fields = {"max_requests": requests, "block_tokens": 8, "max_tokens": 64}
+    states = memory_of_states.StateMemory(kinds, shared, live_states=False, **fields)
+
+    def tokens_in(slot: int) -> list[float]:
+        return torch.cat([tensor.flatten().float() for tensor in shared.state(slot).values()]).unique().tolist()
+
+    positions, kept = np.zeros(requests, np.int32), {}
+    for _ in range(40):
+        everyone, decodes = np.array(dice.sample(range(requests), requests)), dice.randint(1, requests)
+        live, others = everyone[:decodes], everyone[decodes:]
+        positions[others] = 0  # these start over, with a prefill
+        before, accepted = positions[live], [dice.randint(1, drafts + 1) for _ in live]
+        lengths = np.array([drafts + 1] * decodes + [dice.randint(1, 9) for _ in others])
+        states.decodes.prepare(everyone, positions[everyone], lengths, decodes=decodes)
+        states.decodes.copy()
+        states.decodes.show(torch.tensor([*map(shared.row, live.tolist()), -1][:requests]))
+        rows = torch.tensor([[1.0] * right + [100.0] * (drafts + 1 - right) for right in [*accepted, 0][:requests]])
+        for layer, ring in zip(states.layers, states.rings, strict=True):
+            Counting().slot_decode_rows(rows[..., None], layer, ring, states.decodes.rows)
+        states.decodes.launched()
+        positions[everyone] += [*accepted, *lengths[decodes:]]
+        for slot in others.tolist():
+            for tensor in shared.state(slot).values():
+                tensor.fill_(positions[slot])
+        some = dice.sample(range(len(live)), dice.randint(1, len(live)))
+        flushed, ends = live[some].tolist(), [dice.randint(before[row] + 1, positions[live[row]]) for row in some]
+        for _ in range(2):  # the second writes what is in the slots
+            targets = [requests + slot if slot else -1 for slot in dice.sample(range(6), len(some))]
+            states.flush(flushed, ends, targets)
+            kept.update((slot, end) for slot, end in zip(targets, ends, strict=True) if slot >= 0)
+            assert [tokens_in(slot) for slot in flushed] == [[end] for end in ends]
+            assert states.decodes.origins[flushed].tolist() == ends
+            assert all(tokens_in(slot) == [end] for slot, end in kept.items())

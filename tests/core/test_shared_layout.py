@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron_hybrid_prefix.lab.capacity import sizes_of_config
 from megatron_hybrid_prefix.mcore.state import budget
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig, split_into_stages
-from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
+from megatron_hybrid_prefix.pool.layout import RingLayout, SlotLayout, StateComponent, StateLayout
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
 from megatron_hybrid_prefix.pool.shared_memory import slot_bytes
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
@@ -111,8 +111,18 @@ def test_the_caches_own_layout(cache_bytes, block_bytes, state_bytes):
 # -- the memory of all ranks -------------------------------------------------------------------------------------------
 
 
-def agree(stages: Sequence[tuple[int, int]], memory_bytes: int, **sizes: int) -> list[tuple[PageLayout, bool]]:
-    """The layout of each stage, and whether live states are in it, by (bytes of a block, bytes of a state): a thread for each."""
+Stage = tuple[int, int, RingLayout]
+"""Bytes of a block and of a state, and what a request has beside it."""
+
+
+def rings_of(entries: int) -> RingLayout:
+    """Two layers with so many entries of 12 bytes; 0: none."""
+    component = StateComponent(name="inputs", shape=(max(1, entries), 3), dtype="float32")
+    return RingLayout(tokens=8, kinds=(StateLayout(kind="some", layers=2, components=(component,)),) if entries else ())
+
+
+def agree(stages: Sequence[Stage], memory_bytes: int, max_requests: int) -> list[tuple[PageLayout, bool]]:
+    """The layout of each stage, and whether live states are in it: a thread for each."""
     said: list[Any] = [None] * len(stages)
     barrier = Barrier(len(stages), timeout=60)
 
@@ -124,11 +134,9 @@ def agree(stages: Sequence[tuple[int, int]], memory_bytes: int, **sizes: int) ->
         return values
 
     def run(stage: int) -> Any:
-        block_bytes, state_bytes = stages[stage]
+        fields = dict(zip(("block_bytes", "state_bytes", "rings"), stages[stage], strict=True))
         try:
-            return budget.agree_on_budget(
-                memory_bytes, block_bytes=block_bytes, state_bytes=state_bytes, option="x", groups=stage, **sizes
-            )
+            return budget.agree_on_budget(memory_bytes, max_requests=max_requests, option="x", groups=stage, **fields)
         except ValueError as error:
             return error
 
@@ -147,15 +155,14 @@ def agree(stages: Sequence[tuple[int, int]], memory_bytes: int, **sizes: int) ->
     return found
 
 
-def check_budgets(stages: Sequence[tuple[int, int]], memory_bytes: int, *, drafts: int, max_requests: int) -> float:
-    """Checks that stages agree and keep their budgets. Returns KV blocks, as a share of those of megatron's formula."""
-    found = agree(stages, memory_bytes, drafts=drafts, max_requests=max_requests)
+def check_budgets(stages: Sequence[Stage], memory_bytes: int, max_requests: int) -> float:
+    """Checks that stages agree and keep their budgets. Returns KV blocks, as a share of those beside a state for each request."""
+    found = agree(stages, memory_bytes, max_requests)
     counts = {(page.total_blocks, page.page_blocks, page.page_states, live_states) for page, live_states in found}
     assert len(counts) == 1
     left = []
-    for (block_bytes, state_bytes), (page, live_states) in zip(stages, found, strict=True):
-        assert not (drafts and live_states)
-        own = own_bytes(state_bytes, own_slots=1 if live_states else max_requests, drafts=drafts)
+    for (block_bytes, state_bytes, rings), (page, live_states) in zip(stages, found, strict=True):
+        own = own_bytes(state_bytes, rings, own_slots=1 if live_states else max_requests, requests=max_requests)
         assert page.block_bytes >= block_bytes and page.block_bytes % ALIGNMENT_BYTES == 0
         assert page.padding_bytes >= 0 and page.state_bytes == state_bytes
         left.append((memory_bytes - own - (page.total_blocks + 1) * page.block_bytes) / page.block_bytes)
@@ -163,9 +170,14 @@ def check_budgets(stages: Sequence[tuple[int, int]], memory_bytes: int, *, draft
     page, live_states = found[0]
     assert page.pages >= 1 or not live_states
     formula = min(
-        (memory_bytes - own_bytes(state, own_slots=max_requests, drafts=drafts)) // block for block, state in stages
+        (memory_bytes - own) // stage[0] for stage, own in zip(stages, every(stages, max_requests), strict=True)
     )
     return (page.total_blocks + 1) / max(1, formula)
+
+
+def every(stages: Sequence[Stage], requests: int) -> list[int]:
+    """Bytes of each stage for states and rings of so many requests."""
+    return [own_bytes(state, rings, own_slots=requests, requests=requests) for _, state, rings in stages]
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -175,11 +187,14 @@ def test_stages_of_models_agree_and_keep_their_kv(name, drafts):
     for pp, block_tokens, max_requests in ((1, 64, 4), (2, 64, 64), (2, 256, 4), (4, 256, 64)):
         if pp > config.count("*"):
             continue
-        patterns = split_into_stages(config.layer_pattern, pp).split("|")
-        stages = [sizes_of_rank(replace(config, layer_pattern=each), 1, block_tokens) for each in patterns]
-        states = max(own_bytes(state, own_slots=max_requests, drafts=drafts) for _, state in stages)
+        configs = [
+            replace(config, layer_pattern=each) for each in split_into_stages(config.layer_pattern, pp).split("|")
+        ]
+        rings = [sizes_of_config("some", each).rings(block_tokens, drafts) for each in configs]
+        stages = [(*sizes_of_rank(each, 1, block_tokens), of) for each, of in zip(configs, rings, strict=True)]
+        states = max(every(stages, max_requests))
         for memory_bytes in (times * states + 100 * max(stages)[0] for times in (1, 2, 10)):
-            assert check_budgets(stages, memory_bytes, drafts=drafts, max_requests=max_requests) >= 0.97
+            assert check_budgets(stages, memory_bytes, max_requests) >= 0.97
 
 
 @given(
@@ -187,40 +202,39 @@ def test_stages_of_models_agree_and_keep_their_kv(name, drafts):
         st.tuples(st.integers(256, 2**14), st.one_of(st.just(0), st.integers(1, 2**18))), min_size=1, max_size=4
     ),
     blocks=st.integers(40, 4000),
-    drafts=st.sampled_from([0, 1, 3]),
+    entries=st.integers(0, 99),
     max_requests=st.integers(1, 200),
 )
-@example(stages=[(300, 0), (256, 0)], blocks=40, drafts=0, max_requests=1)
-@example(stages=[(300, 0), (256, 9000), (1000, 1)], blocks=40, drafts=3, max_requests=9)
-def test_any_stages_agree_and_keep_their_kv(stages, blocks, drafts, max_requests):
-    sizes = [(block * ALIGNMENT_BYTES, state * ALIGNMENT_BYTES) for block, state in stages]
-    memory_bytes = max(
-        own_bytes(state, own_slots=max_requests, drafts=drafts) + blocks * block for block, state in sizes
-    )
-    kept = check_budgets(sizes, memory_bytes, drafts=drafts, max_requests=max_requests)
+@example(stages=[(300, 0), (256, 0)], blocks=40, entries=0, max_requests=1)
+@example(stages=[(300, 0), (256, 9000), (1000, 1)], blocks=40, entries=99, max_requests=9)
+def test_any_stages_agree_and_keep_their_kv(stages, blocks, entries, max_requests):
+    """Stages without recurrent layers have no rings."""
+    sizes = [
+        (block * ALIGNMENT_BYTES, state * ALIGNMENT_BYTES, rings_of(entries if state else 0)) for block, state in stages
+    ]
+    owns = zip(sizes, every(sizes, max_requests), strict=True)
+    kept = check_budgets(sizes, max(own + blocks * block for (block, *_), own in owns), max_requests)
     assert kept >= (1 - 0.04) / (1 + 1 / 256) - 1 / blocks  # blocks begin aligned, and whole ones count
 
 
 @given(
     sizes=st.tuples(st.integers(1, 2**12), st.integers(0, 2**14)),
-    drafts=st.sampled_from([0, 2]),
+    entries=st.integers(0, 99),
     max_requests=st.integers(1, 12),
 )
-def test_the_least_budget_is_enough(sizes, drafts, max_requests):
+def test_the_least_budget_is_enough(sizes, entries, max_requests):
     """The budget that the error names has room; a byte less has not, on any rank."""
     block_bytes, state_bytes = (size * ALIGNMENT_BYTES for size in sizes)
-    small, own = (
-        {"drafts": drafts, "max_requests": max_requests},
-        own_bytes(state_bytes, own_slots=max_requests, drafts=drafts),
-    )
+    stage = block_bytes, state_bytes, rings_of(entries)
     page = PageLayout.of(block_bytes=block_bytes, state_bytes=max(1, state_bytes), alignment_bytes=ALIGNMENT_BYTES)
-    least = own + 2 * page.block_bytes
-    if not drafts:
-        least = min(least, state_bytes + (page.page_blocks + 2) * page.block_bytes)
-    ((found, live_states),) = agree([(block_bytes, state_bytes)], least, **small)
+    least = min(
+        max_requests * state_bytes + 2 * page.block_bytes, state_bytes + (page.page_blocks + 2) * page.block_bytes
+    )
+    least += ceil_div(2 * max_requests * entries * 12, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    ((found, live_states),) = agree([stage], least, max_requests)
     assert found.total_blocks == (page.page_blocks + 1 if live_states else 1)
     with pytest.raises(ValueError, match=rf"^x is too small: .* need {least / 2**20:.2f} MiB$"):
-        agree([(block_bytes, state_bytes), (1, 0)], least - 1, **small)
+        agree([stage, (1, 0, rings_of(0))], least - 1, max_requests)
 
 
 def test_one_rank_agrees_with_itself(platform):

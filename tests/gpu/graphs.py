@@ -134,7 +134,8 @@ def end_of(number, answer):
 
 def addresses_of(context):
     """Addresses that a captured graph has: they must stay."""
-    tensors = context.shared_memory.states | {"kv": context.memory_buffer, "indices": context.prefill_step.buffer}
+    memory, indices = context.shared_memory, context.prefill_step.buffer
+    tensors = memory.states | memory.rings | {"kv": context.memory_buffer, "indices": indices}
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
+from megatron_hybrid_prefix.pool.layout import RingLayout, SlotLayout, StateComponent, StateLayout
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
 
@@ -43,9 +43,8 @@ class OneMemory:
         *components: StateComponent,
         block: tuple[int, ...] = (4, 2, 8),
         dtype: torch.dtype = torch.bfloat16,
-        drafts: int = 0,
     ) -> SharedMemory:
-        """KV of ``block``, (tokens, heads, channels), and states. With ``drafts`` all slots are the engine's own."""
+        """KV of ``block``, (tokens, heads, channels), and states; no rings."""
         some = StateLayout(kind="some", layers=LAYERS, components=components)
         rest = ((self.page_bytes - slot_bytes(SlotLayout((some,)))) // 4,)
         rest_of_page = StateComponent(name="rest", shape=rest, dtype="float32")
@@ -55,20 +54,20 @@ class OneMemory:
             state_bytes=self.page_bytes,
             page_blocks=PAGE_BLOCKS,
             page_states=1,
-            total_blocks=0 if drafts else FAR_PAGES * PAGE_BLOCKS,
+            total_blocks=FAR_PAGES * PAGE_BLOCKS,
         )
         with mock.patch.object(torch, "zeros", lambda count, **_: self.buffer.narrow(0, 0, count)):
             made = SharedMemory(
                 slots,
-                own_slots=FAR_PAGES // (drafts + 2) if drafts else 0,
-                drafts=drafts,
+                own_slots=0,
+                rings=RingLayout(tokens=1),
+                requests=0,
                 layout=layout,
                 block=BlockShape(before=(2, LAYERS), after=block, dtype=dtype),
                 device=self.buffer.device,
             )
         assert len(made.buffer) == len(self.buffer) and made.row(1) == self.rows([1])[0]
         del made.states["rest"]
-        made.drafted.pop("rest", None)
         return made
 
     @property

@@ -37,7 +37,6 @@ from tests.kernels.test_paged_attention import flash_attention_4
 
 LAYER = 1  # that an operation gets, of several
 SEEDS = 1 if INTERPRETED else 2
-MAX_REQUESTS, DRAFTS = FAR_PAGES // 4, 2  # their slots are all there are
 PLACES = [
     *([] if INTERPRETED else [("cpu", "near")]),  # the interpreter takes its time
     ("cpu", "far"),
@@ -220,11 +219,6 @@ def some_states(memory: OneMemory, conv: str = "bfloat16", **fields: Any) -> Sha
     return memory.shared(component("conv", CONV, conv), component("ssm", SSM), **fields)
 
 
-def with_drafted(shared: SharedMemory) -> dict[str, torch.Tensor]:
-    """States, and those after drafted tokens."""
-    return shared.states | {f"{name}_after": drafted for name, drafted in shared.drafted.items()}
-
-
 def test_copies_of_slots(place):
     memory, _ = place
     states = some_states(memory).states
@@ -246,7 +240,7 @@ def test_decode_of_mamba2(place, dtype, tokens):
     memory, device = place
     states = some_states(memory, dtype).states
     dtype, (heads, channels, width) = getattr(torch, dtype), SSM
-    slots, kept = [-1, FAR_PAGES - MAX_REQUESTS, FAR_PAGES - 1, 17], [3, -1, 5, FAR_PAGES - 2]
+    slots, kept = [-1, FAR_PAGES - 54, FAR_PAGES - 1, 17], [3, -1, 5, FAR_PAGES - 2]
     for seed, view in enumerate(states.values()):
         fill(memory.of_slots(view), 1, slots[1:], seed)
     positions, origins, ends = torch.tensor(
@@ -352,11 +346,12 @@ def test_prefill_of_gated_delta_net(place, seed):
     check_same(memory, prefill, {}, states)
 
 
-def test_drafts_of_a_plugins_layer(place, request):
-    """Drafts are left to `SlotLayer`: one `slot_decode` after another."""
+def test_a_plugins_layer(place, request):
+    """Its decode and its flush are left to `SlotLayer` and `LayerKind`: one `slot_decode` after another, and copies."""
     memory, device = place
     if device == "cpu" and not INTERPRETED:
         request.getfixturevalue("platform")  # before megatron is imported
+    from megatron_hybrid_prefix.layers.base import LayerKind
     from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
 
     class Adding(SlotLayer):
@@ -367,15 +362,20 @@ def test_drafts_of_a_plugins_layer(place, request):
         def slot_prefill(self, inputs, states, step):
             raise NotImplementedError
 
-    shared = memory.shared(component("sum", (16,)), drafts=DRAFTS)
-    slots = torch.tensor([MAX_REQUESTS - 1, -1, 3], device=device)
-    fill(memory.of_slots(shared.states["sum"]), 1, [MAX_REQUESTS - 1, 3])
-    inputs = rand(device, 3, DRAFTS + 1, 16)
+    states = memory.shared(component("sum", (16,))).states
+    slots, kept = (torch.tensor(each, device=device) for each in ([FAR_PAGES - 1, -1, 3], [2, 4, FAR_PAGES - 2]))
+    fill(memory.of_slots(states["sum"]), 1, [FAR_PAGES - 1, 3])
+    inputs, after = (rand(device, 3, 3, 16, seed=seed) for seed in (1, 2))
+    positions, origins = torch.tensor([[9, 9, 4], [8, 9, 4]], dtype=torch.int32, device=device)
 
-    def step(at, sum, sum_after):
-        return Adding().slot_decode_drafts(inputs, {"sum": sum[LAYER]}, at(slots), {"sum": sum_after[LAYER]})
+    def step(at, sum):
+        of_layer, ring = {"sum": sum[LAYER]}, {"sum_after": after.clone()}
+        rows = RingRows(at(slots), torch.arange(3, device=device), positions, origins, origins, at(kept))
+        Adding().slot_decode_rows(inputs, of_layer, ring, rows)
+        LayerKind.flush(None, of_layer, ring, rows._replace(positions=positions + 2, ends=positions + 2))
+        return ring["sum_after"]
 
-    check_same(memory, step, {}, with_drafted(shared))
+    check_same(memory, step, {}, states)
 
 
 # -- the host ----------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_the_budget_that_it_names_can_be_planned(tmp_path, capsys):
         (["tiny", "--hf", "x", "--gpu-gb", "1"], "give MODEL or --hf DIR"),
         (["tiny"], "give --cache-gb or --gpu-gb, and only one of them"),
         (["tiny", "--mamba-gb", "1", "--gpu-gb", "1"], "--mamba-gb 1: the most for checkpoints in --cache-gb 0.8"),
-        (["nemotron-h-8b", "--gpu-gb", "16"], "--gpu-gb 16 leaves 0 GiB beside 15.1 GiB of weights: a state and"),
+        (["nemotron-h-8b", "--gpu-gb", "16"], "--gpu-gb 16 leaves 0 GiB beside 15.1 GiB of weights: a state, a"),
         (["tests/models/hf_configs/nemotron_h_old.json", "--gpu-gb", "1"], "--gpu-gb: needs --hf or a preset"),
         (["nosuch"], "nosuch: neither a file nor a preset"),
         (["--hf", "nosuch"], "--hf: there is no folder nosuch"),

@@ -14,6 +14,7 @@ from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.lab.budget import Usage, plan_budget
 from megatron_hybrid_prefix.lab.capacity import sizes_of, sizes_of_config
 from megatron_hybrid_prefix.models import PRESETS, build_hybrid_model
+from megatron_hybrid_prefix.pool.pages import own_bytes
 
 # Nemotron-H-8B under the names of two makers.
 HUGGING_FACE = Path(__file__).parents[1] / "models" / "hf_configs" / "nemotron_h_old.json"
@@ -25,6 +26,10 @@ MEGATRON = {
 }  # fmt: skip
 STATE_BYTES = 24 * 2 * (128 * 64 * 128 + 4 * 10240)
 TOKEN_BYTES = 2 * 4 * 8 * 128 * 2
+ENTRY_BYTES = (128 * 64 + 8 * 128) * 2 + 2 * 128 * 4  # in a layer's ring: x and B; the step and the decay of each head
+RING_BYTES, DRAFTING_RING_BYTES = (  # states are written every 16 tokens, for one token a step and for four
+    24 * ((16 + 2 * step - 1) * ENTRY_BYTES + (3 + step) * 10240 * 2) for step in (1, 4)
+)
 
 
 def run(*arguments: Any) -> int:
@@ -65,7 +70,8 @@ def test_ranks_and_types():
     assert 4 * sizes_of("nemotron-h-8b", tp=4).kv_token_bytes == whole.kv_token_bytes
     wide = sizes_of("nemotron-h-8b", state_dtype="float32")
     assert wide.state_bytes - whole.state_bytes == 24 * 2 * 128 * 64 * 128, "windows stay as they are"
-    assert whole.live_bytes(0) == whole.state_bytes and whole.live_bytes(3) == 5 * whole.state_bytes
+    of_rank = sizes_of("nemotron-h-8b", tp=4).rings(256, 0)
+    assert of_rank.tokens == 16 and 4 * of_rank.bytes(1) == RING_BYTES
     assert whole.kv_block_bytes(256) == 256 * TOKEN_BYTES
 
 
@@ -119,7 +125,9 @@ def test_bytes_are_those_that_megatron_allocates(request, monkeypatch, preset, d
     )
     context = engine.context
     assert context.block_size_bytes == sizes.kv_block_bytes(context.block_size_tokens)
-    assert context.states.memory.buffer.numel() == 4 * sizes.live_bytes(drafts)
+    rings = sizes.rings(context.block_size_tokens, drafts)
+    assert context.rings.tokens == rings.tokens
+    assert context.states.memory.buffer.numel() == own_bytes(sizes.state_bytes, rings, own_slots=4, requests=4)
 
 
 @pytest.mark.slow
@@ -134,7 +142,8 @@ def test_bytes_of_real_dimensions_are_those_that_megatron_allocates(platform, pr
     model = build_hybrid_model(config, platform=platform)
     fields = {"max_requests": 4, "max_tokens": 256, "buffer_size_gb": 0.1, "max_sequence_length": 256}
     context, sizes = build_engine(model, **fields).context, sizes_of(preset)
-    assert context.states.memory.buffer.numel() * whole.count("M") == 4 * sizes.state_bytes
+    own = own_bytes(sizes.state_bytes, sizes.rings(context.block_size_tokens, 0), own_slots=4, requests=4)
+    assert context.states.memory.buffer.numel() * whole.count("M") == own
     assert context.block_size_bytes * whole.count("*") == sizes.kv_block_bytes(context.block_size_tokens)
 
 
@@ -189,18 +198,20 @@ def plan(tmp_path: Path, *arguments: Any, model: str = "nemotron-h-8b") -> dict[
 def test_what_a_budget_holds(tmp_path, capsys):
     block = 256 * TOKEN_BYTES
     data = plan(tmp_path, "--cache-gb", 40, "--max-requests", 8)
-    kv_blocks = (40 * 2**30 - STATE_BYTES) // block - 1  # one slot is the engine's, and one block megatron's dummy
+    own = STATE_BYTES + 8 * RING_BYTES  # one slot is the engine's
+    kv_blocks = (40 * 2**30 - own) // block - 1  # one block is megatron's dummy
     assert (data["total_blocks"], data["page_blocks"], data["cached_states"]) == (kv_blocks, 13, kv_blocks // 13)
     assert (data["checkpoint_bytes"], data["block_bytes"]) == (STATE_BYTES, block)
     assert data["next_logits_bytes"] == 2 * 131_072
     assert data["conversations"] == (kv_blocks - 8 * 13) // (32 + 13)
     assert data["kv_token_bytes"] == TOKEN_BYTES and data["host_states"] == data["host_conversations"] == 0
-    assert "log-probs of prompts" in capsys.readouterr().out
+    assert data["ring_bytes"] == RING_BYTES and data["live_request_bytes"] == STATE_BYTES + RING_BYTES
+    said = capsys.readouterr().out
+    assert "log-probs of prompts" in said and f"{RING_BYTES:,} bytes, set aside for 8" in said
 
     drafting = plan(tmp_path, "--cache-gb", 40, "--max-requests", 8, "--num-speculative-tokens", 3)
-    assert drafting["live_request_bytes"] == 5 * STATE_BYTES
-    assert drafting["cached_states"] == ((40 * 2**30 - 8 * 5 * STATE_BYTES) // block - 1) // 13
-    assert "set aside for 8 requests with 3 drafts" in capsys.readouterr().out
+    assert drafting["ring_bytes"] == DRAFTING_RING_BYTES
+    assert drafting["total_blocks"] == (40 * 2**30 - STATE_BYTES - 8 * DRAFTING_RING_BYTES) // block - 1
 
 
 def test_routes_of_experts_are_in_blocks(platform, tmp_path):
@@ -226,7 +237,7 @@ def test_a_limit_of_the_checkpoints(tmp_path):
 
 
 def test_what_runs_has_a_state_more(tmp_path):
-    """Also if all that is kept runs; with drafts those states are set aside already."""
+    """Also if all that is kept runs."""
     every, few = (plan(tmp_path, "--cache-gb", 2, "--max-requests", requests) for requests in (64, 1))
     assert every["conversations"] == every["total_blocks"] // (32 + 2 * 13)
     assert few["conversations"] == (few["total_blocks"] - 13) // (32 + 13) > every["conversations"]
@@ -249,9 +260,12 @@ def test_the_budget_is_that_of_the_engine(tiny, tiny_mtp, drafts):
     fields = common | {"max_tokens": 256, "max_sequence_length": 256, "num_speculative_tokens": drafts}
     engine = build_engine(tiny_mtp if drafts else tiny, HybridPrefixConfig(cache_gb=0.01), **fields)
     usage = Usage(block_tokens=64, conversation_tokens=256, max_requests=4, drafts=drafts)
-    sizes = sizes_of("tiny-mtp" if drafts else "tiny")
-    planned = plan_budget(sizes, usage, cache_bytes=int(0.01 * 2**30)).layout
-    assert planned == engine.context.layout
+    cache_bytes = int(0.01 * 2**30)
+    planned = plan_budget(sizes_of("tiny-mtp" if drafts else "tiny"), usage, cache_bytes=cache_bytes)
+    assert planned.layout == engine.context.layout
+    memory = engine.context.shared_memory
+    assert sum(ring.nbytes for ring in memory.rings.values()) == 4 * planned.ring_bytes
+    assert 0 <= cache_bytes - len(memory.buffer) < planned.layout.block_bytes
 
 
 def test_a_host_tier(tmp_path, capsys):
@@ -272,8 +286,7 @@ def test_a_host_tier(tmp_path, capsys):
         (["--cache-gb", "3", "--mamba-gb", "4"], "--mamba-gb 4: the most for checkpoints in --cache-gb 3, so"),
         (["--cache-gb", "3", "--buffer-gb", "2"], "unrecognized arguments: --buffer-gb 2"),
         (["--cache-gb", "3", "--gpu-gb", "2"], "give --cache-gb or --gpu-gb, and only one of them"),
-        (["--cache-gb", "0.01"], "--cache-gb 0.01: a state and a KV block need 0.10"),
-        (["--cache-gb", "9", "--num-speculative-tokens", "9"], "--cache-gb 9: "),
+        (["--cache-gb", "0.01"], "--cache-gb 0.01: a state, a KV block, and the rings of 64 requests need 0.697"),
         (["--cache-gb", "1e300"], "--cache-gb 1e+300: more than any machine has"),
         (["--cache-gb", "9", "--host-gb", "0.01"], "--host-gb 0.01: a state and a KV block take 0.0526 GiB"),
         (["--cache-gb", "9", "--enable-return-routed-experts"], "--enable-return-routed-experts: needs --hf"),
@@ -283,6 +296,3 @@ def test_bad_input_is_one_line(capsys, arguments, message):
     assert run("nemotron-h-8b", *arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {message}") and said.count("\n") == 1
-    assert ("(9 drafts take 34.29 GiB of them: lower --max-requests)" in said) == (
-        "--num-speculative-tokens" in arguments
-    )

@@ -204,6 +204,8 @@ class HybridPrefixEngine(EngineSeam):
                 with compiled_side_by_side() as without_launches:
                     for kind in kinds_to_compile(self):
                         launch_eagerly(self, kind, without_launches())
+                if self.context.states is not None:
+                    self.context.states.compile_flush()
         captured = super().create_cuda_graphs(*args, **kwargs)
         self._captured_at = self._weights_at() if kinds else []
         return captured
