@@ -423,6 +423,7 @@ def _update_kernel(
         x = tl.load(of_each + channel + in_p[None, :], mask=(token < TOKENS)[:, None] & p_mask[None, :], other=0.0)
         B = tl.load(of_each + to_B + in_n[None, :], mask=(token < TOKENS)[:, None] & n_mask[None, :], other=0.0)
         step = tl.load(of_steps + 2 * at * heads, mask=token < 0, other=0.0)
+        decay = tl.load(of_steps + (2 * at + 1) * heads, mask=token < 0, other=0.0)  # under the weights of that time
         later = tl.load(of_steps + (2 * after + 1) * heads, mask=token < -1, other=0.0)
         A, bias = tl.load(A_ptr + head), tl.load(dt_bias_ptr + head).to(tl.float32)
         of_D = D_ptr + (head if OF_D == 1 else channel + in_p[None, :])
@@ -430,7 +431,7 @@ def _update_kernel(
         for now in tl.static_range(TOKENS):
             dt = tl.load(dt_ptr + row * stride_dt_row + now * stride_dt_token + head).to(tl.float32)
             dt = stable_softplus(dt + bias)
-            step = tl.where(token == now, dt, step)
+            step, decay = tl.where(token == now, dt, step), tl.where(token == now, dt * A, decay)
             later = tl.where(token + 1 == now, dt * A, later)
         column = tl.arange(0, 16)
         if CORES:  # all tokens at once; products of numbers of 16 bits are exact
@@ -446,7 +447,7 @@ def _update_kernel(
                 C = tl.load(of_C, mask=n_mask, other=0.0).to(tl.float32)
                 y = tl.sum(state.to(tl.float32) * C[None, :], 1)
                 scores = tl.sum(B.to(tl.float32) * C[None, :], 1)
-            y *= tl.exp(tl.sum(tl.where(token <= now, step * A, 0.0), 0))
+            y *= tl.exp(tl.sum(tl.where(token <= now, decay, 0.0), 0))
             weight = scores * step
             weight *= tl.exp(tl.cumsum(tl.where(token < now, later, 0.0), 0, reverse=True))
             seen = x.to(tl.float32)
@@ -462,6 +463,6 @@ def _update_kernel(
         tl.store(of_entry[:, None] + channel + in_p[None, :], x, mask=new[:, None] & p_mask[None, :])
         if part == 0:
             tl.store(of_steps + 2 * at * heads, step, mask=new)
-            tl.store(of_steps + (2 * at + 1) * heads, step * A, mask=new)
+            tl.store(of_steps + (2 * at + 1) * heads, decay, mask=new)
             if head % REPEAT == 0:
                 tl.store(of_entry[:, None] + to_B + in_n[None, :], B, mask=new[:, None] & n_mask[None, :])
