@@ -300,7 +300,7 @@ class DecodeStep:
 
     def show(self, slots: torch.Tensor) -> None:
         """The prepared step runs now. ``slots``: (rows,) int64 on the device, the live slot of each row; negative: padding."""
-        self.rows = RingRows(slots, *(self._tensors[name][: len(slots)] for name in RingRows._fields[1:]))
+        self.rows = RingRows(slots, **{name: tensor[: len(slots)] for name, tensor in self._tensors.items()})
 
     def launched(self) -> None:
         """The forward of the prepared step was launched: after it, states are where it says."""
