@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from rich.table import Table
 
@@ -66,6 +66,8 @@ def make_parser() -> ArgumentParser:
     add("--gpu-gb", type=options.positive_float, metavar="X", help=text)
     text = "tokens of a conversation that is kept (default: %(default)s)"
     add("--conversation-tokens", type=options.positive_int, default=8192, metavar="N", help=text)
+    text = "KV blocks hold the routes of experts, too: as of hybrid-prefix serve, or moe_enable_routing_replay"
+    add("--enable-return-routed-experts", action="store_true", help=text)
     options.add_options(parser, "--json")
     return parser
 
@@ -110,6 +112,9 @@ def check_model(args: argparse.Namespace) -> Sizes:
         raise InputError("give MODEL or --hf DIR, and only one of them")
     sizes = sizes_from(args.model, args, tp=args.tp, state_dtype=args.state_dtype)
     assert sizes is not None  # there is a model
+    if args.enable_return_routed_experts and not sizes.config.has_experts:
+        raise InputError("--enable-return-routed-experts: needs --hf or a preset, with experts")
+    sizes = replace(sizes, routes=args.enable_return_routed_experts)
     if (args.cache_gb is None) == (args.gpu_gb is None):
         raise InputError("give --cache-gb or --gpu-gb, and only one of them")
     if args.gpu_gb is not None and args.hf is None and args.model not in PRESETS:

@@ -34,6 +34,7 @@ class Sizes:
         state_dtype: Dtype of the matrix states. None: the choice of each layer kind.
         tp: Tensor-parallel size. Bytes are per rank.
         vocabulary: Number of token ids, or None if the file does not say it.
+        routes: Whether KV blocks hold the experts that each token went through (``moe_enable_routing_replay``).
     """
 
     name: str
@@ -41,6 +42,7 @@ class Sizes:
     state_dtype: str | None = None
     tp: int = 1
     vocabulary: int | None = None
+    routes: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -91,9 +93,10 @@ class Sizes:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of the KV of one token on one rank. With more ranks than heads, several ranks hold the same head."""
-        heads = max(1, self.config.num_query_groups // self.tp)
-        return 2 * self.config.count("*") * heads * self.config.kv_channels * DTYPE_BYTES[self.config.dtype]
+        """Bytes of the KV and routes of one token on one rank. With more ranks than heads, several ranks hold the same head."""
+        config, heads = self.config, max(1, self.config.num_query_groups // self.tp)
+        routes = config.count("E") * config.moe_router_topk * (1 if config.num_moe_experts <= 2**8 else 2)
+        return 2 * config.count("*") * heads * config.kv_channels * DTYPE_BYTES[config.dtype] + self.routes * routes
 
     def kv_block_bytes(self, block_tokens: int) -> int:
         """Bytes of one KV block on one rank."""

@@ -22,7 +22,7 @@ from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
 from megatron_hybrid_prefix.layers.step import PrefillStep
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
 from megatron_hybrid_prefix.ops.delta_gates import gates
-from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
+from megatron_hybrid_prefix.ops.delta_rule import flush_delta_rule, scan_delta_rule, update_delta_rule
 from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, check_heads
 from megatron_hybrid_prefix.ops.gated_norm import gated_rms_norm
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, flush_windows
@@ -174,14 +174,7 @@ class GatedDeltaNetKind(LayerKind):
 
     def flush(self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: RingRows) -> None:
         flush_windows(states[GDN_CONV], ring["gdn_recent"], rows)
-        keys, written, decays = ring["gdn_keys"], ring["gdn_written"], ring["gdn_decays"]
-        none = keys.new_empty(len(rows.slots), 0, *keys.shape[2:])
-        values, gates = (
-            none.new_empty(*none.shape[:2], *written.shape[2:]),
-            decays.new_empty(*none.shape[:2], decays.shape[2]),
-        )
-        of_keys = {"keys": keys, "written": written, "decays": decays}
-        update_delta_rule(none, none, values, gates, gates, states[GDN_STATE], rows, **of_keys, normalise=False)
+        flush_delta_rule(states[GDN_STATE], ring["gdn_keys"], ring["gdn_written"], ring["gdn_decays"], rows)
 
     def invalidate(self, module: torch.nn.Module) -> None:
         """Nothing is derived from weights."""

@@ -288,7 +288,7 @@ class DecodeStep:
             decodes: How many decode.
         """
         own, positions = live_indices[:decodes], begins[:decodes]
-        origins = self.origins[own]
+        origins = np.minimum(self.origins[own], positions)  # rows that warm up CUDA graphs have no state
         ends = np.maximum(origins, positions - positions % self._ring_tokens)
         for name, values in (("rings", own), ("positions", positions), ("origins", origins), ("ends", ends)):
             self._arrays[name][:decodes] = values

@@ -7,8 +7,12 @@ A head's state S, (K, V), decays at each token, and what it says of the token's 
     S <- S + k (beta (v - S^T k))^T
     o  = S^T q
 
-A decode runs it as it is written. A prefill runs the same in chunks (section 3.3 there): inside a chunk one
-triangular system gives what all its tokens write, from chunk to chunk the state is passed on. A sequence starts from any
+A decode reads the state at an earlier position, S_o, and a ring of what tokens wrote since, u = beta (v - S^T k). With G, the sums
+of g from there on,
+
+    S = exp(G) S_o + sum over the tokens i since of exp(G - G_i) k_i u_i^T
+
+A prefill runs the same in chunks (section 3.3 there): inside a chunk one triangular system gives what all its tokens write, from chunk to chunk the state is passed on. A sequence starts from any
 slot of the state pool, and the states after its last chunk, and after chunks whose end is to be kept, go directly to theirs.
 
 The state is carried in float32 and rounded to the type of the pool where it is written.
@@ -109,8 +113,7 @@ def update_delta_rule(
 ) -> torch.Tensor:
     """One token or several of each row, from its state and its ring.
 
-    The state at the row's end is ``exp(G) S + sum over entries i of exp(G_i) k_i w_i^T``, with the decays since: it is written
-    where it is another than the slot's, rounded, and used as it was rounded. Tokens are added to the rings and change no state.
+    The state at a row's end is rounded, written, and used as it was rounded. Tokens are added to the rings and change no state.
 
     Args:
         q: (rows, tokens, key heads, K).
@@ -131,49 +134,41 @@ def update_delta_rule(
     """
     if v.dtype != torch.float64 and runs_kernel(v):
         return update_by_kernel((q, k, v, log_decay, beta), states, rows, (keys, written, decays), normalise)
-    if scope.is_on() and len(v) > 1:  # the shapes of products must not depend on the number of rows
-        rings = {"keys": keys, "written": written, "decays": decays}
-        each = zip(*(tensor.split(1) for tensor in (q, k, v, log_decay, beta, *rows)), strict=True)
-        return torch.cat(
-            [update_delta_rule(*x[:5], states, RingRows(*x[5:]), **rings, normalise=normalise) for x in each]
-        )
-    outputs, filled = torch.zeros_like(v), rows.slots >= 0
-    own, entries, repeat, scale = rows.where(filled), keys.shape[1], v.shape[2] // k.shape[2], k.shape[3] ** -0.5
-    q, k, v, log_decay, beta = (tensor[filled].to(compute_dtype(v)) for tensor in (q, k, v, log_decay, beta))
-    at = (own.origins[:, None] + torch.arange(entries, device=v.device)).unsqueeze(
-        2
-    )  # all of a ring, from the origin on
-    stale, later = at >= own.positions[:, None, None], at >= own.ends[:, None, None]
-    key, write, decay = (ring[own.rings[:, None], at[..., 0] % entries].to(v.dtype) for ring in (keys, written, decays))
-    key = key.masked_fill(stale[..., None], 0).repeat_interleave(repeat, 2)
-    write, decay = write.masked_fill(stale[..., None], 0), decay.masked_fill(stale, 0)
-    moved = own.ends > own.origins
-    total, left = sums_after(decay.masked_fill(later, 0)[moved])
-    wanted = left.exp().masked_fill(later[moved], 0)[..., None] * write[moved]
-    state = total.exp()[..., None, None] * states[own.slots[moved]].to(v.dtype)
-    states[own.slots[moved]] = (state + torch.einsum("rehk,rehv->rhkv", key[moved], wanted)).to(states.dtype)
-    rows.keep(states)
-    total, left = sums_after(decay.masked_fill(~later, 0))
-    left, state = left.exp().masked_fill(~later, 0), states[own.slots].to(v.dtype)
-    for t in range(v.shape[1]):
-        entry = own.rings, (own.positions + t) % entries
-        keys[entry], decays[entry] = k[:, t].to(keys.dtype), log_decay[:, t].to(decays.dtype)
-        both = torch.stack([k[:, t], q[:, t]], 1)  # (rows, 2, key heads, K)
-        unit = torch.rsqrt(both.square().sum(-1) + EPSILON) if normalise else torch.ones_like(both[..., 0])
-        both, unit = both.repeat_interleave(repeat, 2), unit.repeat_interleave(repeat, 2)[..., None]
-        total, left = total + log_decay[:, t], left * log_decay[:, t, None].exp()
-        sums = torch.einsum("rhkv,rnhk->rnhv", state, both) * total.exp()[:, None, :, None]
-        meets = torch.einsum("rehk,rnhk->rneh", key, both) * left[:, None]
-        sums = unit * (sums + torch.einsum("rneh,rehv->rnhv", meets, write))
-        written[entry] = (beta[:, t, :, None] * (v[:, t] - sums[:, 0]) * unit[:, 0]).to(written.dtype)
-        entry = torch.arange(len(v), device=v.device), own.positions + t - own.origins
-        key[entry], write[entry], left[entry] = (
-            both[:, 0],
-            written[own.rings, (own.positions + t) % entries].to(v.dtype),
-            1.0,
-        )
-        meets = unit[:, 1] * (both[:, 0] * both[:, 1]).sum(-1, keepdim=True)
-        outputs[filled, t] = (scale * (sums[:, 1] + meets * write[entry])).to(outputs.dtype)
+    outputs, filled = torch.zeros_like(v), torch.nonzero(rows.slots >= 0).squeeze(1)
+    entries, repeat, scale = keys.shape[1], v.shape[2] // k.shape[2], k.shape[3] ** -0.5
+    # The shapes of products must not depend on the number of rows where bits count.
+    for group in filled.split(1 if scope.is_on() else max(1, len(filled))):
+        own = RingRows(*(field[group].long() for field in rows))
+        new_q, new_k, new_v, g, b = (x[group].to(compute_dtype(v)) for x in (q, k, v, log_decay, beta))
+        at = own.origins[:, None] + torch.arange(entries, device=v.device)  # all of a ring, from the origin on
+        stale, later = ((at >= since[:, None]).unsqueeze(2) for since in (own.positions, own.ends))
+        key, write, decay = (ring[own.rings[:, None], at % entries].to(g.dtype) for ring in (keys, written, decays))
+        key = key.masked_fill(stale[..., None], 0).repeat_interleave(repeat, 2)
+        write, decay = write.masked_fill(stale[..., None], 0), decay.masked_fill(stale, 0)
+        moved = torch.nonzero(own.ends > own.origins).squeeze(1)
+        if len(moved):
+            total, left = sums_after(decay[moved].masked_fill(later[moved], 0))
+            wanted = left.exp().masked_fill(later[moved], 0)[..., None] * write[moved]
+            state = total.exp()[..., None, None] * states[own.slots[moved]].to(g.dtype)
+            states[own.slots[moved]] = (state + torch.einsum("rehk,rehv->rhkv", key[moved], wanted)).to(states.dtype)
+        own.keep(states)
+        total, left = sums_after(decay.masked_fill(~later, 0))
+        left, state = left.exp().masked_fill(~later, 0), states[own.slots].to(g.dtype)
+        for t in range(v.shape[1]):
+            new = own.rings, (own.positions + t) % entries
+            keys[new], decays[new] = new_k[:, t].to(keys.dtype), g[:, t].to(decays.dtype)
+            both = torch.stack([new_k[:, t], new_q[:, t]], 1)  # (rows, 2, key heads, K)
+            unit = torch.rsqrt(both.square().sum(-1) + EPSILON) if normalise else torch.ones_like(both[..., 0])
+            both, unit = both.repeat_interleave(repeat, 2), unit.repeat_interleave(repeat, 2)[..., None]
+            total, left = total + g[:, t], left * g[:, t, None].exp()
+            sums = torch.einsum("rhkv,rnhk->rnhv", state, both) * total.exp()[:, None, :, None]
+            meets = torch.einsum("rehk,rnhk->rneh", key, both) * left[:, None]
+            sums = unit * (sums + torch.einsum("rneh,rehv->rnhv", meets, write))
+            written[new] = (b[:, t, :, None] * (new_v[:, t] - sums[:, 0]) * unit[:, 0]).to(written.dtype)
+            entry = torch.arange(len(group), device=v.device), own.positions + t - own.origins
+            key[entry], write[entry], left[entry] = both[:, 0], written[new].to(g.dtype), 1.0
+            meets = unit[:, 1] * (both[:, 0] * both[:, 1]).sum(-1, keepdim=True)
+            outputs[group, t] = (scale * (sums[:, 1] + meets * write[entry])).to(outputs.dtype)
     return outputs
 
 
@@ -181,10 +176,8 @@ def flush_delta_rule(
     states: torch.Tensor, keys: torch.Tensor, written: torch.Tensor, decays: torch.Tensor, rows: RingRows
 ) -> None:
     """`update_delta_rule` without tokens: states are written where `RingRows` says so."""
-    count = len(rows.slots)
-    k, v, gate = (ring.new_empty(count, 0, *ring.shape[2:]) for ring in (keys, written, decays))
-    rings = {"keys": keys, "written": written, "decays": decays}
-    update_delta_rule(k, k, v, gate, gate, states, rows, **rings, normalise=False)
+    k, v, gate = (ring.new_empty(len(rows.slots), 0, *ring.shape[2:]) for ring in (keys, written, decays))
+    update_delta_rule(k, k, v, gate, gate, states, rows, keys=keys, written=written, decays=decays, normalise=False)
 
 
 class _Chunks:

@@ -13,6 +13,8 @@ type, and accumulate in float32.
 Chunks are cut at the multiples of 64: all chunks of a sequence but the first and the last hold 64 tokens. A chunk's
 arithmetic depends on its tokens and the state before it alone, not on its place in the step: a request that resumes at
 the end of a chunk computes the same bits as one that does not.
+
+A decode runs `_update_kernel`. Its products run on tensor cores, and have the accuracy of float32.
 """
 
 from __future__ import annotations
@@ -191,25 +193,28 @@ def update_by_kernel(
     if not count:
         return outputs
     assert all(tensor[0].is_contiguous() for tensor in (states, *rings))
-    options = update_options(count * heads, key_size, value_size, tokens, multiprocessors(v.device))
+    options = update_options(count * heads, key_size, value_size, rings[0].shape[1], tokens, multiprocessors(v.device))
     given = q, k, v, *(tensor.contiguous() for tensor in inputs[3:]), states, *rings, outputs, *rows
     strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *(tensor.stride(0) for tensor in (states, *rings))
-    options |= {"ENTRIES": rings[0].shape[1], "NORMALISE": normalise}
     grid = triton.cdiv(value_size, options["BLOCK_V"]), heads, count
-    _update_kernel[grid](*given, *strides, heads, key_heads, key_size**-0.5, EPSILON, **options)
+    _update_kernel[grid](*given, *strides, heads, key_heads, key_size**-0.5, EPSILON, NORMALISE=normalise, **options)
     return outputs
 
 
-def update_options(matrices: int, key_size: int, value_size: int, tokens: int, processors: int) -> dict[str, Any]:
+def update_options(
+    matrices: int, key_size: int, value_size: int, entries: int, tokens: int, processors: int
+) -> dict[str, Any]:
     """Tiles and warps of a decode. Fewer columns for a few matrices: a column's bits do not depend on how many a program has."""
     columns, block_k = (max(16, triton.next_power_of_2(size)) for size in (value_size, key_size))
-    columns = min(_COLUMNS, columns)
+    columns = min(_COLUMNS if block_k <= 128 else _COLUMNS // 2, columns)
     while columns > 32 and matrices * triton.cdiv(value_size, columns) < _PROGRAMS * processors:
         columns //= 2
     tile = {"K": key_size, "V": value_size, "TOKENS": tokens, "BLOCK_T": max(8, triton.next_power_of_2(tokens))}
     tile |= {"BLOCK_E": 16, "BLOCK_K": block_k, "BLOCK_V": columns, "PART_K": min(32, block_k), "PART_V": 16}
-    # As many registers as three programs of a multiprocessor have, or four.
-    return tile | {"num_warps": 4, "num_stages": 1, "maxnreg": 168 if columns == _COLUMNS else 128}
+    tile |= {"ENTRIES": entries, "BLOCK_F": max(16, triton.next_power_of_2(entries - max(1, tokens)))}
+    # As many registers as three programs of a multiprocessor can have, or four.
+    tile |= {"maxnreg": 168 if columns > 64 else 128} if block_k <= 128 else {}
+    return tile | {"num_warps": 4, "num_stages": 1}
 
 
 def contiguous_from(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -505,9 +510,7 @@ def _entries(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """BLOCK_E entries of positions [first, last), from the ``back``-th before the last one backwards; zero where there is none.
 
-    Returns:
-        Keys (BLOCK_E, K), what is written along them (BLOCK_E, V), and the decay after each of them (BLOCK_E,). So that no small
-        sum of decays is a difference of large ones.
+    Keys (BLOCK_E, K), what is written along them (BLOCK_E, V), and the decay after each (BLOCK_E,), whose sums are no differences.
     """
     at = last - 1 - back - tl.arange(0, BLOCK_E)
     mask, entry = at >= first, at % ENTRIES
@@ -559,6 +562,7 @@ def _update_kernel(
     NORMALISE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_F: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PART_K: tl.constexpr,
@@ -577,36 +581,30 @@ def _update_kernel(
     of_gates = row * TOKENS * heads + head
     of_out = out_ptr + (of_gates + token * heads)[:, None] * V + in_v[None, :]
     out_mask = (is_query & filled)[:, None] & v_mask[None, :]
-    slot = tl.load(slots_ptr + row)
+    slot, ring, kept = tl.load(slots_ptr + row), tl.load(rings_ptr + row), tl.load(kept_ptr + row)
+    position, origin, end = tl.load(positions_ptr + row), tl.load(origins_ptr + row), tl.load(ends_ptr + row)
     if slot < 0:
         tl.store(of_out, tl.zeros([2 * BLOCK_T, BLOCK_V], dtype=out_ptr.dtype.element_ty), mask=out_mask)
         return
-    dtype = states_ptr.dtype.element_ty
-    ring, position = tl.load(rings_ptr + row), tl.load(positions_ptr + row)
-    origin, end, kept = tl.load(origins_ptr + row), tl.load(ends_ptr + row), tl.load(kept_ptr + row)
     key_head = head // (heads // key_heads)
     of_keys, of_decays = keys_ptr + ring * stride_keys + key_head * K, decays_ptr + ring * stride_decays + head
     of_written = written_ptr + ring * stride_written + head * V
     of_ring = of_keys, of_written, of_decays, heads, key_heads
     of_states = states_ptr + head.to(tl.int64) * K * V
     if (end > origin) | (kept >= 0):
-        # In parts: it needs no more registers than what all rows do, and its result is read again.
-        for first in range(column * BLOCK_V, column * BLOCK_V + BLOCK_V, PART_V):
-            part = first + tl.arange(0, PART_V)
-            mask, of_part = k_mask[:, None] & (part < V)[None, :], of_states + in_k[:, None] * V + part[None, :]
+        # In parts, some of which are loaded at once, to shared memory. What is written is read again below.
+        keys, _, after = _entries(0, origin, end, of_ring, in_k, in_v, K, V, ENTRIES, BLOCK_F)
+        left = tl.exp(tl.cumsum(after, 0))
+        total = tl.exp(tl.sum(after, 0) + tl.load(of_decays + origin % ENTRIES * heads, mask=end > origin, other=0.0))
+        for first in tl.range(0, BLOCK_V, PART_V, num_stages=min(4, BLOCK_V // PART_V)):
+            part = column * BLOCK_V + first + tl.arange(0, PART_V)
+            of_part, mask = of_states + in_k[:, None] * V + part[None, :], k_mask[:, None] & (part < V)[None, :]
             state = tl.load(of_part + slot * stride_slot, mask=mask, other=0.0)
-            if end > origin:
-                added, later = tl.zeros([BLOCK_K, PART_V], tl.float32), 0.0
-                for back in range(0, end - origin, BLOCK_E):
-                    keys, written, after = _entries(back, origin, end, of_ring, in_k, part, K, V, ENTRIES, BLOCK_E)
-                    written = written.to(tl.float32) * tl.exp(later + tl.cumsum(after, 0))[:, None]
-                    added += _times(tl.trans(keys), written)
-                    later += tl.sum(after, 0)
-                later += tl.load(of_decays + origin % ENTRIES * heads)
-                state = (state.to(tl.float32) * tl.exp(later) + added).to(dtype)
-                tl.store(of_part + slot * stride_slot, state, mask=mask)
-            if kept >= 0:
-                tl.store(of_part + kept * stride_slot, state, mask=mask)
+            written = _entries(0, origin, end, of_ring, in_k, part, K, V, ENTRIES, BLOCK_F)[1]
+            added = _times(tl.trans(keys), written.to(tl.float32) * left[:, None])
+            state = tl.where(end > origin, (state.to(tl.float32) * total + added).to(state.dtype), state)
+            tl.store(of_part + slot * stride_slot, state, mask=mask & (end > origin))
+            tl.store(of_part + kept * stride_slot, state, mask=mask & (kept >= 0))
         tl.debug_barrier()
     if TOKENS == 0:
         return
@@ -620,7 +618,7 @@ def _update_kernel(
     keys, written, after = _entries(0, end, position, of_ring, in_k, in_v, K, V, ENTRIES, BLOCK_E)
     oldest = tl.load(of_decays + end % ENTRIES * heads, mask=end < position, other=0.0)
     sums = tl.zeros([2 * BLOCK_T, BLOCK_V], tl.float32)
-    for first in tl.range(0, BLOCK_K, PART_K, num_stages=min(8, BLOCK_K // PART_K)):  # loaded at once
+    for first in tl.range(0, BLOCK_K, PART_K, num_stages=min(8, BLOCK_K // PART_K)):
         part = first + tl.arange(0, PART_K)
         x_part = tl.load(of_both[:, None] + part[None, :], mask=filled[:, None] & (part < K)[None, :], other=0.0)
         of_part = of_states + slot * stride_slot + part[:, None] * V + in_v[None, :]
@@ -633,9 +631,7 @@ def _update_kernel(
         old += _times(_times(x, tl.trans(keys)) * left, written)
         later += tl.sum(after, 0)
         keys, written, after = _entries(back, end, position, of_ring, in_k, in_v, K, V, ENTRIES, BLOCK_E)
-    unit = tl.full([2 * BLOCK_T], 1.0, tl.float32)
-    if NORMALISE:
-        unit = 1 / tl.sqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 1) + epsilon)
+    unit = _unit(x, epsilon, NORMALISE)
     sums = (tl.exp(passed + later + oldest)[:, None] * sums + old) * unit[:, None]
     meets = _times(x, tl.trans(x)) * unit[:, None]
     for t in tl.static_range(TOKENS):

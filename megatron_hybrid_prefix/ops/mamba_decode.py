@@ -21,6 +21,7 @@ _BYTES, _WARPS, _REGISTERS = 16384, 2, None  # of a state that a program reads; 
 # Rows of a state that a flush multiplies at once, which costs registers, and how, by the bytes of the state's type: what is rounded to
 # 16 bits in three products of tensor cores.
 _FLUSH = {2: (16, "tf32x3"), 4: (8, "ieee")}
+_CORES = True  # whether states of 16 bits meet C on tensor cores
 
 
 def convolve_tokens(
@@ -60,46 +61,16 @@ def convolve_tokens(
         for tap in range(taps):
             total = total + all_of[:, tap : tap + tokens] * kept_weight[:, tap]
         out[real] = silu(total).to(windows.dtype).to(inputs.dtype)
-        flush_windows(windows, recent, rows)
+        moved = rows.flushed()
+        if len(moved.slots):
+            windows[moved.slots] = _inputs_at(moved.ends - taps, taps, windows, recent, moved).transpose(1, 2)
+        rows.keep(windows)
         at = own.positions[:, None] + torch.arange(tokens, device=inputs.device)
         recent[own.rings[:, None], at % recent.shape[1]] = new
         return out
-    return _convolve(inputs, windows, weight, bias, recent, rows)
-
-
-def flush_windows(windows: torch.Tensor, recent: torch.Tensor, rows: RingRows) -> None:
-    """`convolve_tokens` without tokens: windows are written where `RingRows` says so."""
-    if windows.dtype == torch.float64 or not runs_kernel(windows):
-        taps, own = windows.shape[2], rows.where((rows.slots >= 0) & (rows.ends > rows.origins))
-        windows[own.slots] = _inputs_at(own.ends - taps, taps, windows, recent, own).transpose(1, 2)
-        rows.keep(windows)
-    else:
-        _convolve(windows.new_empty(len(rows.slots), 0, windows.shape[1]), windows, windows, None, recent, rows)
-
-
-def _inputs_at(
-    first: torch.Tensor, count: int, windows: torch.Tensor, recent: torch.Tensor, rows: RingRows
-) -> torch.Tensor:
-    """(rows, count, dim): each row's inputs from position ``first`` on, out of its window before its origin, else of its ring."""
-    at = first[:, None] + torch.arange(count, device=first.device)
-    since = at - rows.origins[:, None]
-    before = windows[rows.slots[:, None], :, (since + windows.shape[2]).clamp(0, windows.shape[2] - 1)]
-    return torch.where(since[..., None] < 0, before, recent[rows.rings[:, None], at % recent.shape[1]])
-
-
-def _convolve(
-    inputs: torch.Tensor,
-    windows: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    recent: torch.Tensor,
-    rows: RingRows,
-) -> torch.Tensor:
-    """The same by the kernel."""
     (count, tokens, dim), taps = inputs.shape, windows.shape[2]
     assert windows[0].is_contiguous() and recent[0].is_contiguous() and windows.dtype == recent.dtype
-    assert 2 <= taps <= 4 and recent.shape[1] >= taps - 1 + tokens
-    assert not tokens or (weight.is_contiguous() and inputs.stride(2) == 1)
+    assert 2 <= taps <= 4 and recent.shape[1] >= taps - 1 + tokens and weight.is_contiguous() and inputs.stride(2) == 1
     out = torch.empty((count, tokens, dim), dtype=inputs.dtype, device=inputs.device)
     if count:
         _convolve_tokens_kernel[(triton.cdiv(dim, _CHANNELS), count)](
@@ -122,6 +93,22 @@ def _convolve(
             num_warps=_CHANNELS // 32,
         )
     return out
+
+
+def flush_windows(windows: torch.Tensor, recent: torch.Tensor, rows: RingRows) -> None:
+    """`convolve_tokens` without tokens: windows are written where `RingRows` says so."""
+    none = windows.new_empty(len(rows.slots), 0, windows.shape[1])
+    convolve_tokens(none, windows, windows[0], None, recent=recent, rows=rows)
+
+
+def _inputs_at(
+    first: torch.Tensor, count: int, windows: torch.Tensor, recent: torch.Tensor, rows: RingRows
+) -> torch.Tensor:
+    """(rows, count, dim): each row's inputs from position ``first`` on, out of its window before its origin, else of its ring."""
+    at = first[:, None] + torch.arange(count, device=first.device)
+    since = at - rows.origins[:, None]
+    before = windows[rows.slots[:, None], :, (since + windows.shape[2]).clamp(0, windows.shape[2] - 1)]
+    return torch.where(since[..., None] < 0, before, recent[rows.rings[:, None], at % recent.shape[1]])
 
 
 def update_states(
@@ -158,47 +145,74 @@ def update_states(
     Returns:
         (rows, tokens, heads x headdim) in the type of ``xBC``, contiguous; zero where a row is padding.
     """
+    (count, tokens), (_, heads, headdim, d_state), ring = xBC.shape[:2], states.shape, (inputs, steps)
     if xBC.dtype == torch.float64 or not runs_kernel(xBC):
-        flush_states(states, inputs, steps, rows)
-        wide, (_, heads, headdim, d_state), tokens = compute_dtype(xBC), states.shape, xBC.shape[1]
-        out, real = xBC.new_zeros(*xBC.shape[:2], heads * headdim), rows.slots >= 0
-        own = rows.where(real)
+        wide, real, moved = compute_dtype(xBC), rows.slots >= 0, rows.flushed()
+        out, own, new = xBC.new_zeros(count, tokens, heads * headdim), rows.where(real), xBC[real]
+        if len(moved.slots):
+            span = moved.ends - moved.origins
+            x, B, weight, left = _entries(ring, moved.rings, moved.origins, span, states.shape[1:])
+            B = B.repeat_interleave(heads // B.shape[2], 2)
+            added = (x * weight.unsqueeze(3)).permute(0, 2, 3, 1) @ B.transpose(1, 2)
+            states[moved.slots] = (states[moved.slots].to(wide) * left[..., None, None] + added).to(states.dtype)
+        rows.keep(states)
         at = own.rings[:, None], (own.positions[:, None] + torch.arange(tokens, device=xBC.device)) % inputs.shape[1]
-        inputs[at] = xBC[real][..., : inputs.shape[2]]
+        inputs[at] = new[..., : inputs.shape[2]]
         step = softplus(dt[real].to(wide) + dt_bias.to(wide))
         steps[at] = torch.stack([step, step * A.to(wide)], 2).to(steps.dtype)
-        C = xBC[real][..., inputs.shape[2] :].to(wide).unflatten(-1, (-1, d_state))
+        C = new[..., inputs.shape[2] :].to(wide).unflatten(-1, (-1, d_state))
         repeat = heads // C.shape[2]
         state, last = states[own.slots].to(wide), own.positions - own.ends
         for token in range(tokens):
-            x, B, weight, left = _entries((inputs, steps), own.rings, own.ends, last + token + 1, states.shape[1:])
+            x, B, weight, left = _entries(ring, own.rings, own.ends, last + token + 1, states.shape[1:])
             scores = (B * C[:, token, None]).sum(-1).repeat_interleave(repeat, 2)
             y = (state * C[:, token].repeat_interleave(repeat, 1).unsqueeze(2)).sum(-1) * left.unsqueeze(2)
             y = y + ((weight * scores).unsqueeze(3) * x).sum(1)
-            now = xBC[real, token, : heads * headdim].to(wide)
+            now = new[:, token, : heads * headdim].to(wide)
             y = y.flatten(1) + (D.to(wide).view(heads, -1) * now.unflatten(1, (heads, -1))).flatten(1)
             out[real, token] = (y if z is None else y * silu(z[real, token].to(wide))).to(out.dtype)
         return out
     assert xBC.is_contiguous() and dt.stride(2) == 1 and xBC.dtype == inputs.dtype and (z is None or z.stride(2) == 1)
-    out = torch.empty((*xBC.shape[:2], states.shape[1] * states.shape[2]), dtype=xBC.dtype, device=xBC.device)
-    of_z = (0, 0) if z is None else z.stride()[:2]
-    given = xBC, dt, A, D, dt_bias, xBC if z is None else z, out, *dt.stride()[:2], *of_z
-    _launch(given, states, (inputs, steps), rows, GATE=z is not None, TOKENS=xBC.shape[1])
+    assert states[0].is_contiguous() and inputs[0].is_contiguous() and steps[0].is_contiguous()
+    assert steps.shape[1] == inputs.shape[1] and steps.dtype == torch.float32
+    tile = tile_of(headdim, d_state, states.element_size(), inputs.shape[1] - tokens, tokens)
+    out = torch.empty((count, tokens, heads * headdim), dtype=xBC.dtype, device=xBC.device)
+    if count:
+        _update_kernel[(triton.cdiv(headdim, tile["BLOCK_P"]), heads, count)](
+            xBC,
+            dt,
+            A,
+            D,
+            dt_bias,
+            xBC if z is None else z,
+            out,
+            states,
+            *ring,
+            *rows,
+            *dt.stride()[:2],
+            *((0, 0) if z is None else z.stride()[:2]),
+            *(tensor.stride(0) for tensor in (states, *ring)),
+            heads,
+            P=headdim,
+            N=d_state,
+            REPEAT=heads * d_state // (inputs.shape[2] - heads * headdim),
+            ENTRIES=inputs.shape[1],
+            OF_D=headdim if D.numel() > heads else 1,
+            GATE=z is not None,
+            TOKENS=tokens,
+            # Not in Triton's interpreter, whose products of bfloat16 are wrong.
+            CORES=_CORES and xBC.is_cuda and states.dtype == xBC.dtype and xBC.element_size() == 2,
+            **tile,
+        )
     return out
 
 
 def flush_states(states: torch.Tensor, inputs: torch.Tensor, steps: torch.Tensor, rows: RingRows) -> None:
     """`update_states` without tokens: states are written where `RingRows` says so."""
-    if inputs.dtype == torch.float64 or not runs_kernel(inputs):
-        wide, own = compute_dtype(inputs), rows.where((rows.slots >= 0) & (rows.ends > rows.origins))
-        count = own.ends - own.origins
-        x, B, weight, left = _entries((inputs, steps), own.rings, own.origins, count, states.shape[1:])
-        B = B.repeat_interleave(x.shape[2] // B.shape[2], 2)
-        added = (x * weight.unsqueeze(3)).permute(0, 2, 3, 1) @ B.transpose(1, 2)
-        states[own.slots] = (states[own.slots].to(wide) * left[..., None, None] + added).to(states.dtype)
-        rows.keep(states)
-    else:
-        _launch((*(inputs,) * 7, 0, 0, 0, 0), states, (inputs, steps), rows, GATE=False, TOKENS=0)
+    heads, none = states.shape[1], (len(rows.slots), 0)
+    width, of_head = 2 * inputs.shape[2] - heads * states.shape[2], steps[0, 0, 0]
+    new = inputs.new_empty(*none, width), inputs.new_empty(*none, heads)
+    update_states(*new, states, rows, inputs=inputs, steps=steps, A=of_head, D=of_head, dt_bias=of_head)
 
 
 def _entries(
@@ -222,32 +236,6 @@ def _entries(
     x, B = inputs.split([heads * headdim, inputs.shape[2] - heads * headdim], 2)
     x, B = x.unflatten(2, (heads, headdim)), B.unflatten(2, (-1, d_state))
     return x, B, step * torch.exp(after), torch.exp(total)
-
-
-def _launch(
-    given: tuple[Any, ...], states: torch.Tensor, ring: tuple[torch.Tensor, ...], rows: RingRows, **constants: Any
-) -> None:
-    """Runs the kernel; ``given`` is what a flush does without."""
-    (_, heads, headdim, d_state), (inputs, steps) = states.shape, ring
-    assert states[0].is_contiguous() and inputs[0].is_contiguous() and steps[0].is_contiguous()
-    assert steps.shape[1] == inputs.shape[1] and steps.dtype == torch.float32
-    tile = tile_of(headdim, d_state, states.element_size(), inputs.shape[1] - constants["TOKENS"], constants["TOKENS"])
-    if len(rows.slots):
-        _update_kernel[(triton.cdiv(headdim, tile["BLOCK_P"]), heads, len(rows.slots))](
-            *given,
-            states,
-            *ring,
-            *rows,
-            *(tensor.stride(0) for tensor in (states, *ring)),
-            heads,
-            P=headdim,
-            N=d_state,
-            REPEAT=heads * d_state // (inputs.shape[2] - heads * headdim),
-            ENTRIES=inputs.shape[1],
-            OF_D=headdim if given[3].numel() > heads else 1,
-            **constants,
-            **tile,
-        )
 
 
 def tile_of(headdim: int, d_state: int, itemsize: int, entries: int, tokens: int) -> dict[str, Any]:
@@ -353,10 +341,6 @@ def _update_kernel(
     dt_bias_ptr: tl.tensor,  # (heads,)
     z_ptr: tl.tensor,  # (rows, TOKENS, heads x P), strided over rows and tokens; unused without GATE
     out_ptr: tl.tensor,  # (rows, TOKENS, heads x P), contiguous
-    stride_dt_row: tl.int64,
-    stride_dt_token: tl.int64,
-    stride_z_row: tl.int64,
-    stride_z_token: tl.int64,
     states_ptr: tl.tensor,  # (slots, heads, P, N), strided over slots
     inputs_ptr: tl.tensor,  # (rings, ENTRIES, heads x P + groups x N), strided over rings
     steps_ptr: tl.tensor,  # (rings, ENTRIES, 2, heads) float32, strided over rings
@@ -366,6 +350,10 @@ def _update_kernel(
     origins_ptr: tl.tensor,
     ends_ptr: tl.tensor,
     kept_ptr: tl.tensor,
+    stride_dt_row: tl.int64,
+    stride_dt_token: tl.int64,
+    stride_z_row: tl.int64,
+    stride_z_token: tl.int64,
     stride_slot: tl.int64,
     stride_inputs: tl.int64,
     stride_steps: tl.int64,
@@ -382,6 +370,7 @@ def _update_kernel(
     BLOCK_E: tl.constexpr,
     PART: tl.constexpr,
     PRECISION: tl.constexpr,
+    CORES: tl.constexpr,
 ) -> None:
     """One program: BLOCK_P rows of one head's matrix, for the tokens of one row. No program overwrites what another reads."""
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -434,26 +423,37 @@ def _update_kernel(
         x = tl.load(of_each + channel + in_p[None, :], mask=(token < TOKENS)[:, None] & p_mask[None, :], other=0.0)
         B = tl.load(of_each + to_B + in_n[None, :], mask=(token < TOKENS)[:, None] & n_mask[None, :], other=0.0)
         step = tl.load(of_steps + 2 * at * heads, mask=token < 0, other=0.0)
+        decay = tl.load(of_steps + (2 * at + 1) * heads, mask=token < 0, other=0.0)  # under the weights of that time
         later = tl.load(of_steps + (2 * after + 1) * heads, mask=token < -1, other=0.0)
         A, bias = tl.load(A_ptr + head), tl.load(dt_bias_ptr + head).to(tl.float32)
-        D = tl.load(D_ptr + head) if OF_D == 1 else tl.load(D_ptr + channel + in_p, mask=p_mask, other=0.0)
+        of_D = D_ptr + (head if OF_D == 1 else channel + in_p[None, :])
+        D = tl.load(of_D) if OF_D == 1 else tl.load(of_D, mask=p_mask[None, :], other=0.0)
         for now in tl.static_range(TOKENS):
             dt = tl.load(dt_ptr + row * stride_dt_row + now * stride_dt_token + head).to(tl.float32)
             dt = stable_softplus(dt + bias)
-            step = tl.where(token == now, dt, step)
+            step, decay = tl.where(token == now, dt, step), tl.where(token == now, dt * A, decay)
             later = tl.where(token + 1 == now, dt * A, later)
+        column = tl.arange(0, 16)
+        if CORES:  # all tokens at once; products of numbers of 16 bits are exact
+            of_C = of_new + column[None, :] * (width + heads // REPEAT * N) + heads // REPEAT * N + to_B + in_n[:, None]
+            C = tl.load(of_C, mask=(column < TOKENS)[None, :] & n_mask[:, None], other=0.0)
+            of_state_C, of_B_C = tl.dot(state, C), tl.dot(B, C)
         for now in tl.static_range(TOKENS):
-            of_now = of_new + now * (width + heads // REPEAT * N)
-            C = tl.load(of_now + heads // REPEAT * N + to_B + in_n, mask=n_mask, other=0.0).to(tl.float32)
-            x_now = tl.load(of_now + channel + in_p, mask=p_mask, other=0.0).to(tl.float32)
-            y = tl.sum(state.to(tl.float32) * C[None, :], 1)
-            y *= tl.exp(tl.sum(tl.where(token <= now, step * A, 0.0), 0))
-            weight = tl.sum(B.to(tl.float32) * C[None, :], 1) * step
+            if CORES:
+                y = tl.sum(tl.where((column == now)[None, :], of_state_C, 0.0), 1)
+                scores = tl.sum(tl.where((column == now)[None, :], of_B_C, 0.0), 1)
+            else:
+                of_C = of_new + now * (width + heads // REPEAT * N) + heads // REPEAT * N + to_B + in_n
+                C = tl.load(of_C, mask=n_mask, other=0.0).to(tl.float32)
+                y = tl.sum(state.to(tl.float32) * C[None, :], 1)
+                scores = tl.sum(B.to(tl.float32) * C[None, :], 1)
+            y *= tl.exp(tl.sum(tl.where(token <= now, decay, 0.0), 0))
+            weight = scores * step
             weight *= tl.exp(tl.cumsum(tl.where(token < now, later, 0.0), 0, reverse=True))
             seen = x.to(tl.float32)
             if TOKENS > 1:  # of later ones not even NaN
                 weight, seen = tl.where(token <= now, weight, 0.0), tl.where((token <= now)[:, None], seen, 0.0)
-            y += tl.sum(seen * weight[:, None], 0) + D.to(tl.float32) * x_now
+            y += tl.sum(seen * (weight[:, None] + tl.where((token == now)[:, None], D.to(tl.float32), 0.0)), 0)
             if GATE:
                 of_z = z_ptr + row * stride_z_row + now * stride_z_token + channel + in_p
                 z = tl.load(of_z, mask=p_mask, other=0.0).to(tl.float32)
@@ -463,6 +463,6 @@ def _update_kernel(
         tl.store(of_entry[:, None] + channel + in_p[None, :], x, mask=new[:, None] & p_mask[None, :])
         if part == 0:
             tl.store(of_steps + 2 * at * heads, step, mask=new)
-            tl.store(of_steps + (2 * at + 1) * heads, step * A, mask=new)
+            tl.store(of_steps + (2 * at + 1) * heads, decay, mask=new)
             if head % REPEAT == 0:
                 tl.store(of_entry[:, None] + to_B + in_n[None, :], B, mask=new[:, None] & n_mask[None, :])

@@ -15,32 +15,42 @@ from megatron_hybrid_prefix.ops.triton_or_torch import jit, tl
 
 
 class RingRows(NamedTuple):
-    """The rows of a decode step, each (rows,) and on the device.
+    """The rows of a decode step, each (rows,) and on the device; integers of 64 bits where they say which, of 32 where a position.
 
     Rows share no slot and no ring. What a ring holds outside [origin, position) is stale, and may be NaN.
+
+    Args:
+        slots: The row's state in a layer's tensors of states; negative: the row is padding, and zero in results.
+        rings: The row's ring in a layer's tensors of rings.
+        positions: Tokens before the row's first of this step.
+        origins: The position of the state in the slot.
+        ends: Where the state is advanced to and written, before this step's tokens; the origin: nowhere.
+        kept: Another slot that gets the state and the window at ``ends``, whether or not they moved; negative: none.
     """
 
-    slots: (
-        torch.Tensor
-    )  # int64: the row's state in a layer's tensors of states; negative: padding, which is zero in results
-    rings: torch.Tensor  # int64: the row's ring in a layer's tensors of rings
-    positions: torch.Tensor  # int32: tokens before the row's first of this step
-    origins: torch.Tensor  # int32: the position of the state in the slot
-    ends: (
-        torch.Tensor
-    )  # int32: where the state is advanced to and written, before this step's tokens; the origin: nowhere
-    kept: (
-        torch.Tensor
-    )  # int64: a slot that gets state and window at ``ends``, too, whether or not they moved; negative: none
+    slots: torch.Tensor
+    rings: torch.Tensor
+    positions: torch.Tensor
+    origins: torch.Tensor
+    ends: torch.Tensor
+    kept: torch.Tensor
 
     def where(self, which: torch.Tensor) -> RingRows:
         """Those of ``which``, (rows,) bool, with int64 everywhere: for the PyTorch versions."""
-        return RingRows(*(field[which].long() for field in self))
+        if which.all():
+            return RingRows(*(field.long() for field in self))
+        at = which.nonzero().squeeze(1)
+        return RingRows(*(field[at].long() for field in self))
+
+    def flushed(self) -> RingRows:
+        """Those whose state moves: for the PyTorch versions."""
+        return self.where((self.slots >= 0) & (self.ends > self.origins))
 
     def keep(self, pool: torch.Tensor) -> None:
         """Copies what is in slots to those that get it, too: for the PyTorch versions."""
-        own = self.where((self.slots >= 0) & (self.kept >= 0))
-        pool[own.kept] = pool[own.slots]
+        own = (self.slots >= 0) & (self.kept >= 0)
+        if own.any():
+            pool[self.kept[own]] = pool[self.slots[own]]
 
 
 def take_last(pool: torch.Tensor, after: torch.Tensor, rows: RingRows) -> None:

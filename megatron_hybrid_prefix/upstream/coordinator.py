@@ -11,6 +11,7 @@ because they need a running platform.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any, override
@@ -22,10 +23,12 @@ from megatron.core.inference.data_parallel_inference_coordinator.coordinator imp
 from megatron.core.inference.headers import Headers
 from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
 
-from megatron_hybrid_prefix.errors import FieldError, shown
+from megatron_hybrid_prefix.errors import FieldError, UpstreamDriftError, shown
 from megatron_hybrid_prefix.sampling import check_integer
+from megatron_hybrid_prefix.support.environment import INSTALL_VARIABLE, OPTIONAL, say
 from megatron_hybrid_prefix.upstream import modules
 from megatron_hybrid_prefix.upstream.capabilities import form_of
+from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.rebinding import Rebinding
 
 _HAS_ABORTS = form_of("aborts and new tokens") == "yes"
@@ -60,15 +63,15 @@ def streamed(header: int, *contents: Any) -> list[bytes]:
     return [message] if _HAS_ABORTS else [WRAPPED, message]
 
 
-def refused(request_id: int, why: str) -> dict[str, Any]:
-    """A failed request as a replica sends it, for one that it does not have.
+def refused(request_id: int, why: str) -> DynamicInferenceRequest:
+    """A failed request, for one that a replica does not have.
 
     Its only error is of the one class of megatron's that it can send and that says nothing of its own.
     """
     request = DynamicInferenceRequest(request_id=request_id, generated_text="", status=Status.FAILED)
     request.add_event_error_nontransient(ContextOverflowError(request_id, why, is_transient=False))
     request.add_event_fail()
-    return request.serialize()
+    return request
 
 
 class CoordinatorSeam(DataParallelInferenceCoordinator):
@@ -141,7 +144,7 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
 
     def _reply_refused(self, client: tuple[bytes, int], why: str) -> None:
         name, client_request_id = client
-        reply = [Headers.ENGINE_REPLY.value, client_request_id, refused(client_request_id, why)]
+        reply = [Headers.ENGINE_REPLY.value, client_request_id, refused(client_request_id, why).serialize()]
         self.send(name, msgpack.packb(reply, use_bin_type=True))
 
     def compute_request_hashes(self, prompt: str | list[int]) -> list[int]:
@@ -287,6 +290,13 @@ def _ours(original: type) -> type:
         raise TypeError(
             f"{original.__name__} is in the place of megatron's coordinator, where this package puts its own"
         )
+    try:
+        check_overrides(CoordinatorSeam)
+    except UpstreamDriftError as error:
+        if os.environ.get(INSTALL_VARIABLE) != OPTIONAL:
+            raise
+        say(logger, f"megatron's own coordinator, {INSTALL_VARIABLE}={OPTIONAL}: {error}")
+        return original
     return CoordinatorSeam
 
 

@@ -66,7 +66,7 @@ class EngineSeam(DynamicInferenceEngine):
             return None
 
     async def start_listening_to_data_parallel_coordinator(self, *args: Any, **kwargs: Any) -> str:
-        """A coordinator that it starts is a `CoordinatorSeam`."""
+        """A coordinator that it starts is a `CoordinatorSeam`; megatron's own where that does not fit and the cache is optional."""
         replaced = Applied()
         apply([LAUNCHED], replaced)
         try:
@@ -276,9 +276,8 @@ class EngineSeam(DynamicInferenceEngine):
 
     def reply_refused(self, request_id: int, why: str) -> None:
         """Send the coordinator a failed request in reply to one that the engine does not have."""
-        if self.use_coordinator and self.is_mp_coordinator:
-            message = [Headers.ENGINE_REPLY.value, [refused(request_id, why)]]
-            self.socket_for_receiving_requests.send(msgpack.packb(message, use_bin_type=True))
+        if self.use_coordinator:
+            self.reply([DynamicInferenceRequestRecord(requests=[refused(request_id, why)])])
 
     def send_partials(self, outputs: Sequence[dict[str, Any]]) -> None:
         """Send the coordinator new output of unfinished requests, each with its ``request_id``, in megatron's own message.

@@ -39,6 +39,7 @@ from tests.harness.naive_model import NaiveHybridModel
 AGENTS, BINS, ABOVE = 8, 16, (0.01, 0.1, 1.0, 3.0)
 LIMIT = 1e-3  # the chance that an engine as right as caching off is called wrong, over all bins
 # Fields of an engine (``enable_prefix_caching``: megatron's own) and of `HybridPrefixConfig`; ``every``: only each so many turns, of two agents.
+# ``share``: memory for so much of what the agents have in the end, so that those that decode are preempted.
 ENGINES: dict[str, dict[str, Any]] = {
     "off": {"every": 10 if ON_GPU else 1},
     "megatron, off": {"every": 10 if ON_GPU else 1},
@@ -46,8 +47,9 @@ ENGINES: dict[str, dict[str, Any]] = {
     "megatron, states": {"enable_prefix_caching": True, "prefix_caching_mamba_gb": True, "every": 4 if ON_GPU else 1},
     "ours": {},
     "ours, host": {"host_gb": True},
-    "ours, bits": {"exact": "bits"},
-    "ours, drafts": {"num_speculative_tokens": 2, "async_sched_mode": "legacy"},
+    "ours, tight": {"host_gb": True, "share": 0.25},
+    "ours, bits": {"exact": "bits", "share": 0.25},
+    "ours, drafts": {"num_speculative_tokens": 2, "async_sched_mode": "legacy", "share": 0.25},
 }
 
 
@@ -189,7 +191,7 @@ def built(name: str, model: Any, agents: list[Agent], form: Form) -> Any:
             own["prefix_caching_mamba_gb"] = all_blocks * state_bytes(model) / 2**30
         build = build_engine if name == "off" else build_upstream_engine
         return build(model, **fields, **own, **kv_budget(model, roomy, **sizes))
-    tight = max(all_blocks * 5 // 8, form.longest // form.block + 2 * AGENTS)
+    tight = max(int(all_blocks * own.pop("share", 5 / 8)), form.longest // form.block + AGENTS)
     memory = {"cache_gb": cache_gb_for(model, tight, states=AGENTS, **sizes)}
     if own.get("host_gb"):
         own["host_gb"] = cache_gb_for(model, 2 * all_blocks, states=8 * AGENTS, **sizes)

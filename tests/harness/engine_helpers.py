@@ -75,7 +75,8 @@ def cache_gb_for(
     from megatron_hybrid_prefix.pool.shared_memory import BlockShape, slot_bytes
 
     config = model.hybrid_config
-    shape = (block_tokens, config.num_query_groups, config.kv_channels)
+    heads = max(1, config.num_query_groups // model.config.tensor_model_parallel_size)
+    shape = (block_tokens, heads, config.kv_channels)
     block = BlockShape(before=(2, config.count("*")), after=shape, dtype=getattr(torch, config.dtype))
     states_of = mamba_state_config(model).states
     size, rings = slot_bytes(states_of.slots), states_of.rings(block_tokens=block_tokens, drafts=speculative_tokens)

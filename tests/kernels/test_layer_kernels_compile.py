@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_hybrid_prefix.lab import capacity
+from megatron_hybrid_prefix.layers.components import ring_entries
 from megatron_hybrid_prefix.ops import (
     convolution,
     delta_gates,
@@ -19,7 +20,6 @@ from megatron_hybrid_prefix.ops import (
 )
 from megatron_hybrid_prefix.ops.invariant import linear_triton
 from megatron_hybrid_prefix.ops.invariant.linear_triton import tile_for
-from megatron_hybrid_prefix.ops.rings import ring_entries
 from megatron_hybrid_prefix.platform.kernels import attention_cuda
 from tests.kernels.compiled import compiled, faults, spills
 
@@ -97,7 +97,8 @@ def test_delta_rule(name, dtype, size, tmp_path):
     ("states", "tokens", "R", "P", "N"),
     [
         *((states, tokens, 16, 64, 128) for states in ("bf16", "fp32") for tokens in (0, 1, 4)),
-        *(("bf16", 1, *sizes) for sizes in ((64, 64, 128), (8, 16, 16), (16, 40, 96), (16, 16, 256))),
+        *(("bf16", 1, *sizes) for sizes in ((64, 64, 128), (8, 8, 16), (16, 40, 96), (16, 16, 256))),
+        *(("bf16", 4, 16, *sizes) for sizes in ((16, 16), (40, 96), (128, 16))),
     ],
 )
 def test_update_of_rings(states, tokens, R, P, N, tmp_path):
@@ -106,6 +107,7 @@ def test_update_of_rings(states, tokens, R, P, N, tmp_path):
     constants = {"P": P, "N": N, "REPEAT": 16, "ENTRIES": entries, "OF_D": 1, "GATE": False, "TOKENS": tokens}
     constants |= mamba_decode.tile_of(P, N, 2 if states == "bf16" else 4, entries - tokens, tokens)
     options = {key: constants.pop(key) for key in ("num_warps", "maxnreg")}
+    constants["CORES"] = states == "bf16" and tokens > 0
     types = {"states_ptr": f"*{states}", "A_ptr": "*fp32", "dt_ptr": "*bf16"}
 
     def kind(name: str) -> str:
@@ -125,9 +127,9 @@ def test_update_of_rings(states, tokens, R, P, N, tmp_path):
 )
 def test_update_of_the_delta_rule(states, tokens, rows, size, tmp_path):
     """The registers suffice."""
-    constants = delta_rule_triton.update_options(64 * rows, size, size, tokens, H200)
-    constants |= {"ENTRIES": ring_entries(16, max(1, tokens)), "NORMALISE": True}
-    options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "maxnreg")}
+    constants = delta_rule_triton.update_options(64 * rows, size, size, ring_entries(16, max(1, tokens)), tokens, H200)
+    constants |= {"NORMALISE": True}
+    options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in constants}
     types = {"states_ptr": f"*{states}", "written_ptr": f"*{states}"}
     kernel = delta_rule_triton._update_kernel
     assert not spills(compiled(kernel, lambda name: types.get(name) or type_of(name), constants, tmp_path, **options))

@@ -13,7 +13,7 @@ from megatron_hybrid_prefix.cli import plan as command
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.lab.budget import Usage, plan_budget
 from megatron_hybrid_prefix.lab.capacity import sizes_of, sizes_of_config
-from megatron_hybrid_prefix.models import PRESETS
+from megatron_hybrid_prefix.models import PRESETS, build_hybrid_model
 from megatron_hybrid_prefix.pool.pages import own_bytes
 
 # Nemotron-H-8B under the names of two makers.
@@ -214,6 +214,20 @@ def test_what_a_budget_holds(tmp_path, capsys):
     assert drafting["total_blocks"] == (40 * 2**30 - STATE_BYTES - 8 * DRAFTING_RING_BYTES) // block - 1
 
 
+def test_routes_of_experts_are_in_blocks(platform, tmp_path):
+    """As many bytes as the engine's blocks have; above 256 experts two for each."""
+    from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+
+    model = build_hybrid_model("tiny-moe", moe_enable_routing_replay=True)
+    engine = build_engine(model, HybridPrefixConfig(cache_gb=0.02), max_requests=4, max_tokens=256)
+    routes = "--enable-return-routed-experts"
+    assert (
+        plan(tmp_path, "--cache-gb", 0.02, routes, model="tiny-moe")["block_bytes"] == engine.context.layout.block_bytes
+    )
+    many = [plan(tmp_path, "--cache-gb", 40, *more, model="nemotron-3-super-120b-a12b") for more in ((), (routes,))]
+    assert many[1]["kv_token_bytes"] - many[0]["kv_token_bytes"] == 40 * 22 * 2
+
+
 def test_a_limit_of_the_checkpoints(tmp_path):
     """It bounds the states and what needs them, and leaves the KV as it is."""
     free, limited = (plan(tmp_path, "--cache-gb", 40, *more) for more in ((), ("--mamba-gb", 2)))
@@ -275,6 +289,7 @@ def test_a_host_tier(tmp_path, capsys):
         (["--cache-gb", "0.01"], "--cache-gb 0.01: a state, a KV block, and the rings of 64 requests need 0.697"),
         (["--cache-gb", "1e300"], "--cache-gb 1e+300: more than any machine has"),
         (["--cache-gb", "9", "--host-gb", "0.01"], "--host-gb 0.01: a state and a KV block take 0.0526 GiB"),
+        (["--cache-gb", "9", "--enable-return-routed-experts"], "--enable-return-routed-experts: needs --hf"),
     ],
 )
 def test_bad_input_is_one_line(capsys, arguments, message):

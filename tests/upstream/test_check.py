@@ -184,6 +184,20 @@ def test_messages_that_the_coordinator_cannot_read_are_one_line(monkeypatch):
     )
 
 
+def test_with_optional_megatrons_own_coordinator_goes_on(monkeypatch, capsys):
+    from megatron_hybrid_prefix.upstream.coordinator import CoordinatorSeam, _ours
+
+    (theirs,) = bases_of(CoordinatorSeam)
+    check._checked.clear()
+    monkeypatch.setattr(check, "form_of", lambda capability: "other")
+    with pytest.raises(UpstreamDriftError, match="found other"):
+        _ours(theirs)
+    monkeypatch.setenv("HYBRID_PREFIX_INSTALL", "optional")
+    assert _ours(theirs) is theirs
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megatron_hybrid_prefix: megatron's own coordinator, HYBRID_PREFIX_INSTALL=optional: ")
+
+
 # -- the check before the first engine -----------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from megatron_hybrid_prefix.mcore.engine.removals import Removals
 from megatron_hybrid_prefix.mcore.engine.requests import Answer, Prompt, RequestRules
 from megatron_hybrid_prefix.mcore.engine.sampling import end_tokens_of
 from megatron_hybrid_prefix.mcore.engine.scheduling import PrefixScheduling
-from megatron_hybrid_prefix.mcore.ranks.coordinator import PrefixCoordinator, meet_subscribers
+from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
 from megatron_hybrid_prefix.mcore.state.layout import check_described
 from megatron_hybrid_prefix.mcore.state.weights import WeightSamples
 from megatron_hybrid_prefix.platform.kernel_caches import kernel_folders
@@ -204,6 +204,8 @@ class HybridPrefixEngine(EngineSeam):
                 with compiled_side_by_side() as without_launches:
                     for kind in kinds_to_compile(self):
                         launch_eagerly(self, kind, without_launches())
+                if self.context.states is not None:
+                    self.context.states.compile_flush()
         captured = super().create_cuda_graphs(*args, **kwargs)
         self._captured_at = self._weights_at() if kinds else []
         return captured
@@ -247,7 +249,6 @@ class HybridPrefixEngine(EngineSeam):
 
     async def start_listening_to_data_parallel_coordinator(self, *args: Any, **kwargs: Any) -> str:
         """Returns once all ranks receive each other's messages."""
-        check_overrides(PrefixCoordinator)
         address: str = await super().start_listening_to_data_parallel_coordinator(*args, **kwargs)
         meet_subscribers(self)  # before the engine's loop starts
         if self.ep_world_size == 1:

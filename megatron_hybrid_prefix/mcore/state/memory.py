@@ -9,7 +9,9 @@ import torch
 
 from megatron_hybrid_prefix.layers.base import KINDS
 from megatron_hybrid_prefix.layers.step import DecodeStep, PrefillStep
+from megatron_hybrid_prefix.ops.rings import RingRows
 from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.mcore.state.layout import ModelStates
@@ -116,6 +118,12 @@ class StateMemory:
         """Live states advance to ``ends``, in tokens of their requests, and are written to slots ``kept``, too, unless those are negative."""
         slots = [self.memory.row(self.live.slot(index)) for index in live_indices]
         targets = [slot if slot < 0 else self.memory.row(slot) for slot in kept]
-        rows = self.decodes.flushed(live_indices, ends, slots, targets)
+        self._flush(self.decodes.flushed(live_indices, ends, slots, targets))
+
+    def compile_flush(self) -> None:
+        """Launch the kernels of `flush` for nothing, so that none is compiled while requests wait."""
+        self._flush(self.decodes.flushed([0], [0], [NO_SLOT], [NO_SLOT]))
+
+    def _flush(self, rows: RingRows) -> None:
         for kind, layer, ring in zip(self._kinds, self.layers, self.rings, strict=True):
             KINDS[kind].flush(layer, ring, rows)
