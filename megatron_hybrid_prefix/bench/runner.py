@@ -174,7 +174,8 @@ def bytes_of(model: Any, args: argparse.Namespace) -> tuple[int, int, int]:
     if states is None:
         raise InputError(f"--preset {args.preset}: the model has no recurrent layers; choose a hybrid model")
     of_model = states_of_config(states)
-    rings = of_model.rings(block_tokens=args.block_size_tokens, drafts=getattr(args, "num_speculative_tokens", 0) or 0)
+    of_steps = {"block_tokens": args.block_size_tokens, "drafts": getattr(args, "num_speculative_tokens", 0) or 0}
+    rings = of_model.rings(model.config.params_dtype, **of_steps)
     block_bytes = args.block_size_tokens * kv_token_bytes(model.config, states)
     return block_bytes, of_model.slots.slot_bytes, rings.bytes(args.max_requests)
 

@@ -109,7 +109,8 @@ class Sizes:
 
     def rings(self, block_tokens: int, drafts: int) -> RingLayout:
         """What a running request has beside its state, on one rank."""
-        return rings_of(self.layout, RINGS, block_tokens=block_tokens, step_tokens=drafts + 1)
+        of_steps = {"block_tokens": block_tokens, "step_tokens": drafts + 1}
+        return rings_of(self.layout, RINGS, **of_steps, dtype=self.config.dtype)
 
 
 def sizes_of(model: str, *, tp: int = 1, state_dtype: str | None = None) -> Sizes:

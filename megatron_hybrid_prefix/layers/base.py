@@ -71,7 +71,9 @@ class LayerKind(ABC):
     def chunk_tokens(self, module: torch.nn.Module) -> int:
         """Chunk quantum of the layer, in tokens."""
 
-    def ring(self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int) -> tuple[StateComponent, ...]:
+    def ring(
+        self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
+    ) -> tuple[StateComponent, ...]:
         """What a decode keeps in each layer for each running request beside its state: the layer's *ring*.
 
         By default a decode writes its state, and with drafts the state after each token of the step.
@@ -80,12 +82,13 @@ class LayerKind(ABC):
             state: The components of one state.
             tokens: States are written at multiples of it, or of fewer.
             step_tokens: Most tokens of a row in a step: one, and its drafts.
+            dtype: Name of the dtype of the layer's inputs.
 
         Returns:
             Tensors of one layer's ring, entries first. No other ring nor state may use their names. Those of a kind may not depend
             on a module: a flush knows of none.
         """
-        del tokens
+        del tokens, dtype
         if step_tokens == 1:
             return ()
         return tuple(replace(each, name=f"{each.name}_after", shape=(step_tokens, *each.shape)) for each in state)

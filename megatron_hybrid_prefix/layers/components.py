@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron_hybrid_prefix.pool.layout import RingLayout, SlotLayout, StateComponent, StateLayout
 
 GDN_CONV, GDN_STATE = "gdn_conv", "gdn_state"
-Ring = Callable[[tuple[StateComponent, ...], int, int], tuple[StateComponent, ...]]
-"""A layer's ring by the components of its state, R, and the most tokens of a row in a step."""
+Ring = Callable[[tuple[StateComponent, ...], int, int, str], tuple[StateComponent, ...]]
+"""A layer's ring by the components of its state, R, the most tokens of a row in a step, and the dtype of its inputs."""
 
 
 def mamba2_components(
@@ -37,7 +37,9 @@ def gated_delta_net_components(
     )
 
 
-def mamba2_ring(state: tuple[StateComponent, ...], tokens: int, step_tokens: int) -> tuple[StateComponent, ...]:
+def mamba2_ring(
+    state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
+) -> tuple[StateComponent, ...]:
     """Inputs of the convolution; and x and B behind it, and dt and its decay."""
     conv, ssm = state
     (channels, taps), (heads, headdim, _) = conv.shape, ssm.shape
@@ -45,13 +47,13 @@ def mamba2_ring(state: tuple[StateComponent, ...], tokens: int, step_tokens: int
     entries = ring_entries(tokens, step_tokens)
     return (
         StateComponent(name="conv_recent", shape=(taps - 1 + step_tokens, channels), dtype=conv.dtype),
-        StateComponent(name="ssm_inputs", shape=(entries, heads * headdim + of_B), dtype=conv.dtype),
+        StateComponent(name="ssm_inputs", shape=(entries, heads * headdim + of_B), dtype=dtype),
         StateComponent(name="ssm_steps", shape=(entries, 2, heads), dtype="float32"),
     )
 
 
 def gated_delta_net_ring(
-    state: tuple[StateComponent, ...], tokens: int, step_tokens: int
+    state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
 ) -> tuple[StateComponent, ...]:
     """Inputs of the convolution; and keys behind it, what is written along them, and the decays."""
     conv, matrix = state
@@ -60,7 +62,7 @@ def gated_delta_net_ring(
     entries = ring_entries(tokens, step_tokens)
     return (
         StateComponent(name="gdn_recent", shape=(taps - 1 + step_tokens, channels), dtype=conv.dtype),
-        StateComponent(name="gdn_keys", shape=(entries, key_heads, key_dim), dtype=conv.dtype),
+        StateComponent(name="gdn_keys", shape=(entries, key_heads, key_dim), dtype=dtype),
         StateComponent(name="gdn_written", shape=(entries, heads, value_dim), dtype=matrix.dtype),
         StateComponent(name="gdn_decays", shape=(entries, heads), dtype="float32"),
     )
@@ -69,7 +71,9 @@ def gated_delta_net_ring(
 RINGS: Mapping[str, Ring] = {"mamba2": mamba2_ring, "gated_delta_net": gated_delta_net_ring}
 
 
-def rings_of(slots: SlotLayout, rings: Mapping[str, Ring], *, block_tokens: int, step_tokens: int) -> RingLayout:
+def rings_of(
+    slots: SlotLayout, rings: Mapping[str, Ring], *, block_tokens: int, step_tokens: int, dtype: str
+) -> RingLayout:
     """The rings of a model, of which all layers are flushed together: at the multiples that suit the kind that needs most.
 
     Args:
@@ -77,10 +81,11 @@ def rings_of(slots: SlotLayout, rings: Mapping[str, Ring], *, block_tokens: int,
         rings: The ring of each kind.
         block_tokens: Tokens of a KV block.
         step_tokens: Most tokens of a row in a step: one, and its drafts.
+        dtype: Name of the dtype of what recurrent layers get, the parameters'.
     """
 
     def bytes_of(layout: StateLayout, tokens: int) -> int:
-        return sum(component.bytes for component in rings[layout.kind](layout.components, tokens, step_tokens))
+        return sum(component.bytes for component in rings[layout.kind](layout.components, tokens, step_tokens, dtype))
 
     wanted = [block_tokens]
     for layout in slots.kinds:
@@ -88,7 +93,7 @@ def rings_of(slots: SlotLayout, rings: Mapping[str, Ring], *, block_tokens: int,
             state_bytes = sum(component.bytes for component in layout.components if component.accumulates)
             wanted.append(ring_tokens(state_bytes, entry_bytes, block_tokens))
     tokens = min(wanted)
-    kinds = ((layout, rings[layout.kind](layout.components, tokens, step_tokens)) for layout in slots.kinds)
+    kinds = ((layout, rings[layout.kind](layout.components, tokens, step_tokens, dtype)) for layout in slots.kinds)
     return RingLayout(
         tokens=tokens,
         kinds=tuple(StateLayout(kind=of.kind, layers=of.layers, components=ring) for of, ring in kinds if ring),

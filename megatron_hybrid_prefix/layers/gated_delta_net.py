@@ -169,8 +169,10 @@ class GatedDeltaNetKind(LayerKind):
     def chunk_tokens(self, module: torch.nn.Module) -> int:
         return CHUNK
 
-    def ring(self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int) -> tuple[StateComponent, ...]:
-        return gated_delta_net_ring(state, tokens, step_tokens)
+    def ring(
+        self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
+    ) -> tuple[StateComponent, ...]:
+        return gated_delta_net_ring(state, tokens, step_tokens, dtype)
 
     def flush(self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: RingRows) -> None:
         flush_windows(states[GDN_CONV], ring["gdn_recent"], rows)

@@ -121,8 +121,10 @@ class Mamba2(LayerKind):
         mixer: MambaMixer = module
         return int(mixer.chunk_size)
 
-    def ring(self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int) -> tuple[StateComponent, ...]:
-        return mamba2_ring(state, tokens, step_tokens)
+    def ring(
+        self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
+    ) -> tuple[StateComponent, ...]:
+        return mamba2_ring(state, tokens, step_tokens, dtype)
 
     def flush(self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: RingRows) -> None:
         flush_windows(states["conv"], ring["conv_recent"], rows)

@@ -262,7 +262,7 @@ class DecodeStep:
         device: Device of the layers.
 
     Attributes:
-        origins: (max_requests,) int32, by live index: the position of the state in its slot, as of the forward launched last.
+        origins: (max_requests,) int32, by live index: the position of the state in its slot, after the last step.
         rows: Those of the running step, padding included.
     """
 
@@ -295,17 +295,14 @@ class DecodeStep:
         self._next = live_indices.copy(), np.concatenate([ends, begins[decodes:] + lengths[decodes:]])
 
     def copy(self) -> None:
-        """Copy the prepared step to the device. Do not call `prepare` again before this copy is done."""
+        """Copy the prepared step to the device: it runs next. Do not call `prepare` again before this copy is done."""
         self._buffer.copy_(self._pinned, non_blocking=True)
+        live_indices, positions = self._next
+        self.origins[live_indices] = positions
 
     def show(self, slots: torch.Tensor) -> None:
         """The prepared step runs now. ``slots``: (rows,) int64 on the device, the live slot of each row; negative: padding."""
         self.rows = RingRows(slots, **{name: tensor[: len(slots)] for name, tensor in self._tensors.items()})
-
-    def launched(self) -> None:
-        """The forward of the prepared step was launched: after it, states are where it says."""
-        live_indices, positions = self._next
-        self.origins[live_indices] = positions
 
     def flushed(
         self, live_indices: Sequence[int], ends: Sequence[int], slots: Sequence[int], kept: Sequence[int]

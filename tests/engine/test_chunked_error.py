@@ -38,8 +38,6 @@ def test_ours_is_right_in_chunks_and_megatron_is_not_in_a_short_one(models):
     megatrons = engines["float32, megatron, chunked"]["max_error"]
     assert megatrons <= LOG_PROB_NOISE if DEFECTS[4].is_mended() else megatrons >= 1e-3
     assert engines["bfloat16, ours, whole"]["mean_error"] >= 1e-4  # bfloat16 it is
-    for kind in ("bfloat16", "float32 states", "float32"):
-        assert found["ours_against_megatron"][f"{kind}, whole"]["equal_log_probs"] == 1.0
     assert further_off(found) == []
 
 

@@ -66,11 +66,11 @@ def test_parts_are_views_and_padding_is_zero(tiny, monkeypatch):
 def test_each_decode_is_by_slots(tiny, monkeypatch):
     calls, by_slots = [], HybridPrefixMambaMixer.decode
 
-    def decode(self, zxBCdt, conv_state, ssm_state, batch_indices, intermediate_conv_state, intermediate_ssm_state):
-        assert zxBCdt.shape[:2] == (len(batch_indices), 1) and intermediate_conv_state is intermediate_ssm_state is None
-        assert conv_state[0].is_contiguous() and ssm_state[0].is_contiguous() and batch_indices.dtype == torch.int64
+    def decode(self, zxBCdt, states, ring, rows):
+        assert zxBCdt.shape[:2] == (len(rows.slots), 1) and rows.slots.dtype == torch.int64
+        assert all(tensor[0].is_contiguous() for tensor in (*states.values(), *ring.values()))
         calls.append(id(self))
-        return by_slots(self, zxBCdt, conv_state, ssm_state, batch_indices)
+        return by_slots(self, zxBCdt, states, ring, rows)
 
     monkeypatch.setattr(HybridPrefixMambaMixer, "decode", decode)
     served = EngineHarness(tiny)

@@ -118,8 +118,9 @@ def test_memory_report_says_what_memory_is_for(tiny_mtp, drafts):
     assert report[1].endswith(
         f" for KV and states: {blocks} KV blocks of 0.062 MiB, or {blocks // 2} pages of 2 blocks for 5 states"
     )
-    asides = ["  running requests, with their drafts: 16 states, 0.375 MiB set aside"] if drafts else []
-    assert report[2:] == [*asides, "  mamba_gb=0.000114441: at most 5 states cached, 0.117 MiB"]
+    rings = f"{0.129 if drafts else 0.088} MiB set aside for 4 rings"
+    capped = "  mamba_gb=0.000114441: at most 5 states cached, 0.117 MiB"
+    assert report[2:] == [f"  decodes: states are written every 8 tokens, {rings}", capped]
 
 
 def test_bytes_used_with_one_budget_are_those_of_pages(model):

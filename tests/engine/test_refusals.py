@@ -43,7 +43,12 @@ REFUSED = [
     ("tiny", {"mamba_gb": -1.0}, {}, "^mamba_gb=-1.0: must be 0 or more$"),
     ("tiny", {"cache_gb": 0.01, "mamba_gb": 0.02}, {}, "^mamba_gb=0.02 is a cap within cache_gb=0.01, and larger: .*$"),
     ("tiny_mtp", {"cache_gb": 1.2345678e-5}, {}, "^cache_gb=1.2345678e-05 is too small: .* need 0.[0-9]+ MiB$"),
-    ("tiny_mtp", {"cache_gb": 1e-3}, {"max_requests": 8, "num_speculative_tokens": 3}, "^cache_gb=0.001 .* 3 drafts"),
+    (
+        "tiny_mtp",
+        {"cache_gb": 1e-3},
+        {"max_requests": 64, "num_speculative_tokens": 3},
+        "^cache_gb=0.001 .* rings of 64 requests",
+    ),
     ("tiny_mtp", {}, {"buffer_size_gb": 1e-5}, "^buffer_size_gb=1e-05 is too small: .*$"),
     # -- bits
     ("tiny", BITS | {"exact": "roughly"}, {}, "exact='roughly': must be 'bits', or None"),

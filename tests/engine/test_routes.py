@@ -66,7 +66,8 @@ def check_routes(served: EngineHarness, cold: EngineHarness) -> None:
 def test_routes_of_random_traffic_are_those_of_cold_runs(routed, seed):
     """Bit by bit: hits, loads, chunks, answers, moved blocks, preempted requests, with and without drafts."""
     served, seen = traffic(*routed, seed)
-    assert min(seen.values()) > 0 or not routed[1] or seed != 3, seen
+    moved = seen.pop("moved") or routed[1]  # with drafts few pages are emptied
+    assert (moved and min(seen.values()) > 0) or seed != 3, seen
     check_routes(served, EngineHarness(routed[0], slots=None))
     served.finish()
 

@@ -159,7 +159,8 @@ class SlotContext(ContextSeam, NoCache):
     @property
     def rings(self) -> RingLayout:
         """What a running request keeps beside its state."""
-        return self.model_states.rings(block_tokens=self.block_size_tokens, drafts=self.num_speculative_tokens)
+        of_steps = {"block_tokens": self.block_size_tokens, "drafts": self.num_speculative_tokens}
+        return self.model_states.rings(self.params_dtype, **of_steps)
 
     def deallocate_inference_state_buffers(self) -> None:
         """Drops the tensors of states if megatron deletes them."""
@@ -247,8 +248,6 @@ class SlotContext(ContextSeam, NoCache):
             logits: (1, rows, vocabulary), on the device, of the forward that was launched last: a row for each decoded token and each
                 prefill, or for all tokens.
         """
-        if self.states is not None:
-            self.states.decodes.launched()
         wrong, decoded = self.wrong_tokens[: self.active_token_count], self.active_token_count
         if self.num_prefill_requests:
             decoded = self.decoded_tokens

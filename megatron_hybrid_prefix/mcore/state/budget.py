@@ -38,7 +38,8 @@ def for_cache_gb(config: InferenceConfig, cache_gb: float, model_config: Transfo
     assert state is not None
     states = states_of_config(state)
     request_bytes = megatrons_bytes(states.slots.slot_bytes, config.num_speculative_tokens)
-    rings = states.rings(block_tokens=config.block_size_tokens, drafts=config.num_speculative_tokens)
+    of_steps = {"block_tokens": config.block_size_tokens, "drafts": config.num_speculative_tokens}
+    rings = states.rings(model_config.params_dtype, **of_steps)
     requests = config.max_requests
     if requests is None:
         multiple = math.lcm(_REQUESTS_MULTIPLE, model_config.tensor_model_parallel_size)

@@ -56,10 +56,12 @@ class ModelStates:
     kind_of_layer: tuple[str, ...]
     routers: int = 0
 
-    def rings(self, *, block_tokens: int, drafts: int) -> RingLayout:
-        """What a running request keeps beside its state."""
-        of_kinds = {layout.kind: KINDS[layout.kind].ring for layout in self.slots.kinds}
-        return rings_of(self.slots, of_kinds, block_tokens=block_tokens, step_tokens=drafts + 1)
+    def rings(self, dtype: torch.dtype, *, block_tokens: int, drafts: int) -> RingLayout:
+        """What a running request keeps beside its state. ``dtype``: of the parameters."""
+        of_kinds, step_tokens = {layout.kind: KINDS[layout.kind].ring for layout in self.slots.kinds}, drafts + 1
+        return rings_of(
+            self.slots, of_kinds, block_tokens=block_tokens, step_tokens=step_tokens, dtype=dtype_name(dtype)
+        )
 
     @property
     def uncaptured(self) -> list[str]:
