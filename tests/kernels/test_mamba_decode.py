@@ -371,6 +371,25 @@ def test_no_further_from_float64_than_a_decode_that_writes_each_token(kept, devi
     assert error(torch.cat(outputs), exact) <= error(old, exact)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_entry_decays_by_the_weights_of_its_time(device):
+    """New weights amid a request: a state would have been written under the old ones."""
+    xBC, dt, states, _, _, args = draw((2, 1, 16, 16), 1, device, tokens=6)
+    rings = {
+        name: torch.full((1, 17, *size), NAN, device=device) for name, size in (("inputs", (48,)), ("steps", (2, 2)))
+    }
+    step = torch.nn.functional.softplus((dt[0] + args["dt_bias"]).double())
+    x, B, C = (part.double() for part in xBC[0].split([32, 16, 16], -1))
+    state, args = states[0].double(), args | {"D": torch.zeros(2, device=device)}
+    for at in range(6):
+        args["A"] = args["A"] * (4 if at == 5 else 1)
+        rows = RingRows(*(torch.tensor([x], device=device) for x in (0, 0, at, 0, 0, -1)))
+        y = update_states(xBC[:, at : at + 1], dt[:, at : at + 1], states, rows, **rings, **args)
+        now = x[at : at + 1].unflatten(1, (2, 16)), B[at : at + 1, None, None], C[at : at + 1, None, None]
+        wanted, state = decode_that_writes_each_token(*now, step[at : at + 1], args["A"].double(), state, torch.float64)
+        torch.testing.assert_close(y[0].double(), wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_tokens_of_a_ring():
     """At the fewest bytes, and a divisor of the block."""
     bytes_of = {2: 128 * 64 * 128 * 2, 4: 128 * 64 * 128 * 4}

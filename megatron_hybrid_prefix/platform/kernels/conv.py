@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from megatron_hybrid_prefix.ops.convolution import convolve_reference
-from megatron_hybrid_prefix.ops.elementwise import compute_dtype, silu
 
 
 @torch.no_grad()
@@ -80,18 +79,15 @@ def causal_conv1d_update(
     assert silu_activation == "silu"
     slots = torch.arange(len(x), device=x.device) if conv_state_indices is None else conv_state_indices
     tokens = x.unsqueeze(1) if x.dim() == 2 else x
-    out, wide, kept = torch.zeros_like(tokens), compute_dtype(x), conv_state.dtype
-    own = slots[slots >= 0].long()
-    window = conv_state[own]
-    for token in range(tokens.shape[1]):
-        window = torch.cat([window[..., 1:], tokens[slots >= 0, token, :, None].to(kept)], -1)
-        total = window.new_zeros((), dtype=wide) if bias is None else bias.to(kept).to(wide)
-        for tap in range(weight.shape[1]):
-            total = total + window[..., tap].to(wide) * weight[:, tap].to(kept).to(wide)
-        out[slots >= 0, token] = silu(total).to(kept).to(x.dtype)
-        if intermediate_conv_states is not None:
-            intermediate_conv_states[own, token] = window.to(intermediate_conv_states.dtype)
-    conv_state[own] = window
+    out, real, kept, steps = torch.zeros_like(tokens), slots >= 0, conv_state.dtype, tokens.shape[1]
+    own, new = slots[real].long(), tokens[real]
+    maps = (of_row.repeat_interleave(steps) for of_row in (own, steps * torch.arange(len(own), device=x.device)))
+    flat = convolve_reference(new.flatten(0, 1), conv_state, weight.to(kept), bias, *maps)
+    out[real] = flat.unflatten(0, (len(own), steps))
+    windows = torch.cat([conv_state[own], new.transpose(1, 2).to(kept)], -1).unfold(2, conv_state.shape[2], 1)
+    if intermediate_conv_states is not None:
+        intermediate_conv_states[own] = windows[:, :, 1:].transpose(1, 2).to(intermediate_conv_states.dtype)
+    conv_state[own] = windows[:, :, steps]
     return out.view(x.shape)
 
 
