@@ -38,12 +38,10 @@ STATES = {
 
 def rings_of(states: str) -> RingLayout:
     """Two tensors for each kind, whose sizes are no multiple of the alignment."""
-    shapes = (("inputs", (11, 5), "bfloat16"), ("steps", (11,), "float64"))
-
-    def of(kind: str) -> tuple[StateComponent, ...]:
-        return tuple(StateComponent(name=f"{kind}_{name}", shape=shape, dtype=dtype) for name, shape, dtype in shapes)
-
-    kinds = (StateLayout(kind=each.kind, layers=each.layers, components=of(each.kind)) for each in STATES[states].kinds)
+    kinds, shapes = [], {"bfloat16": (11, 5), "float64": (11,)}
+    for of in STATES[states].kinds:
+        parts = (StateComponent(name=of.kind + dtype, shape=shape, dtype=dtype) for dtype, shape in shapes.items())
+        kinds.append(StateLayout(kind=of.kind, layers=of.layers, components=tuple(parts)))
     return RingLayout(tokens=8, kinds=tuple(kinds))
 
 
@@ -144,33 +142,23 @@ def test_shapes_are_megatrons_and_states_and_rings_begin_aligned(block):
 # -- slots -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["without_kv", "one_memory"])
-def five(request):
-    """Five slots, full of random bits."""
-    made = without_kv() if request.param == "without_kv" else memory(pages=2, page_states=2, own=1)
+@pytest.mark.parametrize("make", [without_kv, partial(memory, pages=2, page_states=2, own=1)])
+def test_zero_takes_only_the_slots_named(make):
+    """-1 means "no slot"; it must not mean the last one."""
+    made = make()
     made.buffer.random_(0, 256, generator=torch.Generator().manual_seed(0))
-    return made
-
-
-def test_zero_takes_only_the_slots_named(five):
-    before, states = five.buffer.clone(), {slot: [bits(part) for part in five.state(slot).values()] for slot in (3, 0)}
-    five.zero([])
-    assert torch.equal(five.buffer, before)
-    five.zero((3, 0))
+    before, states = made.buffer.clone(), {slot: [bits(part) for part in made.state(slot).values()] for slot in (3, 0)}
+    made.zero([])
+    for slot in (-1, 5):
+        with pytest.raises(ValueError, match=f"slot {slot} does not exist"):
+            made.zero([0, slot])
+    assert torch.equal(made.buffer, before)
+    made.zero((3, 0))
     for slot, parts in states.items():
-        for tensor, part in zip(five.state(slot).values(), parts, strict=True):
+        for tensor, part in zip(made.state(slot).values(), parts, strict=True):
             assert not tensor.any()
             tensor.copy_(part.view(tensor.dtype))
-    assert torch.equal(five.buffer, before)
-
-
-@pytest.mark.parametrize("slot", [-1, 5])
-def test_no_other_slot_is_zeroed(five, slot):
-    """-1 means "no slot"; it must not mean the last one."""
-    before = five.buffer.clone()
-    with pytest.raises(ValueError, match=f"slot {slot} does not exist"):
-        five.zero([0, slot])
-    assert torch.equal(five.buffer, before)
+    assert torch.equal(made.buffer, before)
 
 
 @pytest.mark.parametrize("make", [without_kv, memory])
