@@ -56,9 +56,19 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         convolved = convolve_tokens(qkv, states[GDN_CONV], weight, bias, recent=ring["gdn_recent"], rows=rows)
         q, k, v, z, log_decay, beta = self._by_head(convolved, *gates)
-        of_keys = {"keys": ring["gdn_keys"], "written": ring["gdn_written"], "decays": ring["gdn_decays"]}
-        states_of = states[GDN_STATE], rows
-        y = update_delta_rule(q, k, v, log_decay, beta, *states_of, **of_keys, normalise=self.use_qk_l2norm)
+        y = update_delta_rule(
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            states[GDN_STATE],
+            rows,
+            keys=ring["gdn_keys"],
+            written=ring["gdn_written"],
+            decays=ring["gdn_decays"],
+            normalise=self.use_qk_l2norm,
+        )
         return self._gated(y, z)
 
     def slot_prefill(self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], step: PrefillStep) -> torch.Tensor:

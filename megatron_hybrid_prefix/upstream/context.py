@@ -31,8 +31,7 @@ class StateMetadata(MambaMetadata):
     Its chunks, and its extraction of states inside a prefill, are not used: `PrefillStep` replaces them.
 
     Args:
-        context: Called for each step (``live_rows``, ``prepare_rows``, ``show_rows``), and for each that prefills (``prepare_prefill``,
-            ``show_prefill``).
+        context: Called for each step (``live_rows``, ``prepare_step``, ``show_step``).
         **fields: Megatron's arguments.
     """
 
@@ -48,7 +47,7 @@ class StateMetadata(MambaMetadata):
         padded_batch_dimensions: InferenceBatchDimensions,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Tells the context of a prefill, with its sizes."""
+        """Tells the context of a step, with its sizes."""
         result: dict[str, Any] = super().compute_cpu_metadata(
             self._context.live_rows(active_mamba_indices),
             *args,
@@ -56,22 +55,13 @@ class StateMetadata(MambaMetadata):
             padded_batch_dimensions=padded_batch_dimensions,
             **kwargs,
         )
-        self._context.prepare_rows(batch_dimensions.decode_req_count)
-        if padded_batch_dimensions.prefill_req_count:
-            self._context.prepare_prefill(
-                batch_dimensions.prefill_req_count,
-                padded_tokens=padded_batch_dimensions.token_count,
-                padded_sequences=padded_batch_dimensions.prefill_req_count,
-            )
+        self._context.prepare_step(batch_dimensions, padded_batch_dimensions)
         return result
 
     def load_from_cpu(self, d: dict[str, Any]) -> None:
         """Shows the prepared step to the layers."""
         super().load_from_cpu(d)
-        if d["padded_decode_count"]:
-            self._context.show_rows(self.batch_indices_decode)
-        if d["padded_prefill_count"]:
-            self._context.show_prefill()
+        self._context.show_step(self.batch_indices_decode, prefills=d["padded_prefill_count"] > 0)
 
     @property
     @override
@@ -200,20 +190,17 @@ class ContextSeam(DynamicInferenceContext):
         """Allocate the recurrent states and the metadata of their steps. Called for hybrid models only."""
         raise NotImplementedError
 
-    def prepare_rows(self, decodes: int) -> None:
-        """The next step runs the active rows, of which the first ``decodes`` decode."""
+    def prepare_step(self, sizes: InferenceBatchDimensions, padded: InferenceBatchDimensions) -> None:
+        """The next step runs the active rows, decodes first, so many of each. ``padded``: with padding."""
         raise NotImplementedError
 
-    def show_rows(self, live_rows: torch.Tensor) -> None:
-        """The prepared step runs now. ``live_rows``: (rows,) on the device, as `live_rows`, of those that decode."""
-        raise NotImplementedError
+    def show_step(self, live_rows: torch.Tensor | None, *, prefills: bool) -> None:
+        """The prepared step runs now.
 
-    def prepare_prefill(self, sequences: int, *, padded_tokens: int, padded_sequences: int) -> None:
-        """The next step prefills the last ``sequences`` active rows. The sizes include padding."""
-        raise NotImplementedError
-
-    def show_prefill(self) -> None:
-        """The prepared step runs now."""
+        Args:
+            live_rows: Those of the rows that decode, as `live_rows`, but on the device; None: no row decodes.
+            prefills: Whether it has prefills.
+        """
         raise NotImplementedError
 
     def zero_live_states(self, live_indices: list[int]) -> None:

@@ -113,8 +113,9 @@ class Admissions:
             and (not alone or cache.can_admit(match, length_tokens=length, load_of=request_id))
         ):
             return match, source.depth_tokens, True
-        fits = match.resume_tokens < length and (not alone or cache.can_admit(match, length_tokens=length))
-        if match.source_slot is not None and not fits:
+        if match.source_slot is not None and not (
+            match.resume_tokens < length and (not alone or cache.can_admit(match, length_tokens=length))
+        ):
             reuse = replace(match.reuse, reason=NotReused.MEMORY, resume_tokens=0)
             match = replace(cache.match(known.chain, read=False), reuse=reuse)
         return match, match.resume_tokens, False

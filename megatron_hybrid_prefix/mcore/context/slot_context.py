@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import nullcontext
-from typing import Any, override
+from typing import TYPE_CHECKING, Any, override
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -28,6 +28,9 @@ from megatron_hybrid_prefix.upstream.context import ContextSeam, one_thread
 from megatron_hybrid_prefix.upstream.graphs import block_problem, finer_kinds
 from megatron_hybrid_prefix.upstream.mixer import replays_chunks
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
+
+if TYPE_CHECKING:
+    from megatron_hybrid_prefix.upstream.graphs import InferenceBatchDimensions
 
 
 class SlotContext(ContextSeam, NoCache):
@@ -192,27 +195,29 @@ class SlotContext(ContextSeam, NoCache):
             self.allow_one_token_prefills()
         return result
 
-    def prepare_rows(self, decodes: int) -> None:
-        of_rows = slice(self.paused_request_count, self.total_request_count)
-        columns = self.live_indices, self.request_kv_length_offsets, self.request_query_lengths
-        self.states.decodes.prepare(*(column[of_rows].numpy() for column in columns), decodes=decodes)
-
-    def show_rows(self, live_rows: torch.Tensor) -> None:
-        self.states.decodes.show(live_rows)
-
-    def prepare_prefill(self, sequences: int, *, padded_tokens: int, padded_sequences: int) -> None:
-        of_rows = slice(self.total_request_count - sequences, self.total_request_count)
-        columns = (
-            self.request_ids[of_rows],
-            self.request_kv_length_offsets[of_rows],
-            self.request_query_lengths[of_rows],
-            self.live_rows(self.live_indices[of_rows]),
+    def prepare_step(self, sizes: InferenceBatchDimensions, padded: InferenceBatchDimensions) -> None:
+        active = slice(self.paused_request_count, self.total_request_count)
+        live, begins, lengths = (
+            self.live_indices[active],
+            self.request_kv_length_offsets[active],
+            self.request_query_lengths[active],
         )
-        spans = [self.prefill_span(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
-        self.states.step.prepare(spans, tokens=padded_tokens, sequences=padded_sequences)
+        spans = []
+        if prefills := sizes.prefill_req_count:  # they come last
+            columns = [
+                column[-prefills:].tolist()
+                for column in (self.request_ids[active], begins, lengths, self.live_rows(live))
+            ]
+            spans = [self.prefill_span(*values) for values in zip(*columns, strict=True)]
+        self.states.decodes.prepare(live.numpy(), begins.numpy(), lengths.numpy(), decodes=sizes.decode_req_count)
+        if padded.prefill_req_count:
+            self.states.step.prepare(spans, tokens=padded.token_count, sequences=padded.prefill_req_count)
 
-    def show_prefill(self) -> None:
-        self.states.step.show()
+    def show_step(self, live_rows: torch.Tensor | None, *, prefills: bool) -> None:
+        if live_rows is not None:
+            self.states.decodes.show(live_rows)
+        if prefills:
+            self.states.step.show()
 
     def prefill_span(self, request_id: int, start_tokens: int, tokens: int, live_row: int) -> PrefillSpan:
         """What a request computes in this step."""
@@ -220,9 +225,9 @@ class SlotContext(ContextSeam, NoCache):
 
     def transfer_bookkeeping_to_gpu(self, skip_token_input_ids: bool = False, record_done_event: bool = False) -> Any:
         """Rows of states are copied first, so upstream's event covers them, too."""
-        if self.prefill_step is not None and self.prefill_is_pending:
-            self.prefill_step.copy()
         if self.states is not None:
+            if self.prefill_is_pending:
+                self.states.step.copy()
             self.states.decodes.copy()
         self.wrong_tokens.zero_()
         return super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
