@@ -315,7 +315,7 @@ def model_of(source: Source, **fields: Any) -> Any:
     if source.folder is None:
         model.output_layer.weight.data.mul_(4)
         for _, layer in recurrent_modules(model):
-            layer.A_log.data.sub_(math.log(max(1.0, source.config.max_sequence_length / 1024)))
+            layer.A_log.data.sub_(math.log(max(1.0, source.config.max_sequence_length / 4096)))
         invalidate_layers(model)
     return model
 
