@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from megatron_hybrid_prefix.ops.rings import RingRows
+from megatron_hybrid_prefix.ops.triton_or_torch import ids_on_device
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.support.arithmetic import round_up
 
@@ -309,13 +311,6 @@ class DecodeStep:
     ) -> RingRows:
         """The rows of a launch that advances the states of these live indices to ``ends``; ``slots``, ``kept``: rows of states."""
         own = np.array(live_indices)
-        values = slots, own, ends, self.origins[own], ends, kept
-        dtypes = torch.int64, torch.int64, torch.int32, torch.int32, torch.int32, torch.int64
-        device = self._buffer.device
+        fields = (slots, live_indices, ends, self.origins[own].tolist(), ends, kept)
         self.origins[own] = ends
-        return RingRows(
-            *(
-                torch.tensor(each, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-                for each, dtype in zip(values, dtypes, strict=True)
-            )
-        )
+        return RingRows(*ids_on_device(chain(*fields), self._buffer.device).view(len(fields), -1))

@@ -16,7 +16,7 @@ from megatron_hybrid_prefix.ops.elementwise import compute_dtype, silu, softplus
 from megatron_hybrid_prefix.ops.rings import RingRows, entry_at, sums_after
 from megatron_hybrid_prefix.ops.triton_or_torch import jit, runs_kernel, tl, triton
 
-_CHANNELS, _EACH = 128, 1  # of a program of the convolution; of a thread
+_CHANNELS = 256  # of a program of the convolution, two a thread
 _BYTES, _WARPS, _REGISTERS = 16384, 2, None  # of a state that a program reads; of a program; of a thread at most
 # Rows of a state that a flush multiplies at once, which costs registers, and how, by the bytes of the state's type: what is rounded to
 # 16 bits in three products of tensor cores.
@@ -90,7 +90,7 @@ def convolve_tokens(
             TAPS=taps,
             BIAS=bias is not None,
             CHANNELS=_CHANNELS,
-            num_warps=_CHANNELS // (32 * _EACH),
+            num_warps=_CHANNELS // 64,
         )
     return out
 
