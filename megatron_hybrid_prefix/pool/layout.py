@@ -119,10 +119,18 @@ class RingLayout:
     Attributes:
         tokens: Decodes write states at multiples of it.
         kinds: As of `SlotLayout`, but a kind without a ring is missing: tensors of one layer's ring, their entries first.
+
+    Raises:
+        ValueError: Two kinds have a tensor of the same name.
     """
 
     tokens: int
     kinds: tuple[StateLayout, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [component.name for layout in self.kinds for component in layout.components]
+        if len(set(names)) < len(names):
+            raise ValueError(f"layer kinds {[layout.kind for layout in self.kinds]} have rings {names}")
 
     def bytes(self, requests: int, alignment_bytes: int = 1) -> int:
         """Bytes of the rings of so many requests, each tensor aligned."""

@@ -8,6 +8,8 @@ import pytest
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from tests.gpu.host_pressure import FIT, conversations, serve, sizes
+from tests.harness.engine_helpers import cache_gb_for
+from tests.harness.lifecycle_helpers import EngineHarness, tokens
 from tests.harness.selection import mostly_slow_rows
 
 SCALE, BLOCK, REQUESTS, ANSWER = 32, 16, 8, 12
@@ -44,3 +46,17 @@ def test_pressure_is_never_slower_with_a_host_tier(tiny: Any, at_once, mode, chu
     assert without["computed"] > 1.5 * with_tier["computed"], "what does not fit is computed again without a host tier"
     assert with_tier["reused_host"] > 0.5 * with_tier["reused"] > 0
     assert with_tier["given_up"] == 0
+
+
+def test_a_prompt_that_fits_only_without_its_load_is_not_given_it_for_a_first_chunk(tiny_large_states: Any):
+    """The chunk would be shorter than what is loaded."""
+    memory = cache_gb_for(tiny_large_states, 12, states=1, block_tokens=64, max_requests=4)
+    chunks = {"enable_chunked_prefill": True, "max_tokens": 128}
+    served = EngineHarness(tiny_large_states, cache_gb=memory, host_gb=0.05, **chunks)
+    start = tokens(5, 3, seed=1)
+    served.send(start, start[:321], *(tokens(4, 0, seed=seed) for seed in range(2, 6)), count=2)
+    layout, before = served.context.layout, served.context.prefix_stats()
+    served.send(start + tokens(layout.total_blocks - layout.page_blocks - 6, 59, seed=6), count=2)
+    served.check()
+    after = served.context.prefix_stats()
+    assert after.tiers["host"].loads == before.tiers["host"].loads and not after.reused_tokens_host

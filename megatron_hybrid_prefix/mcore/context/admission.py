@@ -106,16 +106,14 @@ class Admissions:
         match = known.match(cache, length)
         source = None if known.gave_up_fetch else cache.loads.source(request_id, match)
         alone = not (self._context.total_request_count or cache.live)
-        # Where all of a prompt did not fit with its hit, megatron asks again for a chunk, which may be shorter than the hit.
+        # Megatron asks again for a first chunk, which may be shorter, if all of a prompt did not fit with its load.
         if (
             source is not None
             and source.depth_tokens < length
             and (not alone or cache.can_admit(match, length_tokens=length, load_of=request_id))
         ):
             return match, source.depth_tokens, True
-        if match.source_slot is not None and not (
-            match.resume_tokens < length and (not alone or cache.can_admit(match, length_tokens=length))
-        ):
+        if alone and match.source_slot is not None and not cache.can_admit(match, length_tokens=length):
             reuse = replace(match.reuse, reason=NotReused.MEMORY, resume_tokens=0)
             match = replace(cache.match(known.chain, read=False), reuse=reuse)
         return match, match.resume_tokens, False
