@@ -32,11 +32,11 @@ _ROOT = Path(megatron_hybrid_prefix.__file__).parent
 LOOK_AT_WEIGHTS = {"mcore/state/weights.py", "ops/samples.py"}  # once after idle time, whatever the prompt
 MOST = {
     "lines: core": 9_656,
-    "lines: mcore": 6_798,
+    "lines: mcore": 6_803,
     "lines: upstream and platform": 5_960,
     "lines: serve, cli and console": 6_968,
-    "lines: package": 43_393,
-    "lines: tests": 50_442,
+    "lines: package": 43_398,
+    "lines: tests": 50_458,
     "files: cold": 42,
     "files: hit": 42,
     "files: host": 50,
