@@ -244,7 +244,6 @@ def test_a_kind_without_a_ring_goes_on_from_the_last_accepted_token(platform, mo
         rows = torch.tensor([[1.0] * right + [100.0] * (drafts + 1 - right) for right in [*accepted, 0][:requests]])
         for layer, ring in zip(states.layers, states.rings, strict=True):
             Counting().slot_decode_rows(rows[..., None], layer, ring, states.decodes.rows)
-        states.decodes.launched()
         positions[everyone] += [*accepted, *lengths[decodes:]]
         for slot in others.tolist():
             for tensor in shared.state(slot).values():

@@ -377,7 +377,8 @@ def check_decode(
                 assert all(same(alone[2][name][rings[row]], held[name][rings[row]]) for name in held)
             written = before[0].clone()
             flush_delta_rule(written, rows=rows_of(device, *fields), **before[1])
-            assert same(written, pool)
+            close = torch.allclose(written.nan_to_num(9e9), pool.nan_to_num(9e9), rtol=1e-9, atol=1e-5)
+            assert same(written, pool) if by_kernels else close or kept_dtype == torch.bfloat16
             later, *_ = run(args, written, before[1], live, rings, positions, ends, ends, kept)
             assert same(later, y) if by_kernels else dtype == torch.bfloat16 or (later - y).abs().max() < 1e-5
 

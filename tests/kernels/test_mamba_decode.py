@@ -505,7 +505,7 @@ def test_a_mixer_decodes_as_megatrons(mixer, tokens):
     decode = mixer.ssm_decode if form_of("steps of recurrent layers") == "shared" else mixer._ssm_decode
     ours, megatrons = ([rand(seed, 3, *shape).float() for seed, shape in enumerate(shapes)] for _ in range(2))
     components = mamba2_components(shapes[0], "float32", shapes[1], "float32")
-    ring = {each.name: torch.full((3, *each.shape), NAN) for each in mamba2_ring(components, 8, tokens)}
+    ring = {each.name: torch.full((3, *each.shape), NAN) for each in mamba2_ring(components, 8, tokens, "float32")}
     states, none = dict(zip(("conv", "ssm"), ours, strict=True)), torch.zeros(3, dtype=torch.int32)
     rows = RingRows(slots, torch.arange(3), none, none, none, torch.full((3,), -1))
     layer = {"states_of_layer": lambda number: states, "ring_of_layer": lambda number: ring, "decode_rows": rows}
