@@ -430,7 +430,7 @@ def test_killed_processes(tmp_path):
         # An entry may be gone by the time that it is read, or find no room. None was half there, and none was wrong.
         assert set(line["faults"]) <= {"gone", "no_room"}
         assert set(line["fallbacks"]) <= {"tier_load_missing", "host_load_given_up"}
-    assert found["half_written"] > 0, "none was killed in the middle of a write"  # how many depends on the machine
+    assert found["half_written"] > KILLS / 4, "too few were killed in the middle of a write"
     first_turns = [run[0] for run in found["killed"] if run]
     assert sum(line["cached"] > 0 for line in first_turns) > len(first_turns) / 2, "conversations hit at once"
     for line in found["last"][:-1]:
