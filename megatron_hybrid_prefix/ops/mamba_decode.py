@@ -13,7 +13,7 @@ import torch
 
 from megatron_hybrid_prefix.ops.convolution import add_taps
 from megatron_hybrid_prefix.ops.elementwise import compute_dtype, silu, softplus, stable_softplus
-from megatron_hybrid_prefix.ops.rings import RingRows, entry_at, sums_after, times
+from megatron_hybrid_prefix.ops.rings import RingRows, at_once, entry_at, sums_after, times
 from megatron_hybrid_prefix.ops.triton_or_torch import jit, multiprocessors, runs_kernel, tl, triton
 
 _CHANNELS = 256  # of a program of the convolution, two a thread
@@ -183,9 +183,8 @@ def update_states(
     out = torch.empty((count, tokens, heads * headdim), dtype=xBC.dtype, device=xBC.device)
     if count:
         parts, repeat, processors = triton.cdiv(headdim, tile["BLOCK_P"]), heads // groups, multiprocessors(xBC.device)
-        together = min(_HEADS, repeat, tile["COLUMNS"] // tile["BLOCK_T"])
-        while together > 1 and count * parts * groups * triton.cdiv(repeat, together) < _PROGRAMS * processors:
-            together = triton.cdiv(together, 2)
+        most = min(_HEADS, tile["COLUMNS"] // tile["BLOCK_T"])
+        together = at_once(most, repeat, count * parts * groups, _PROGRAMS * processors)
         _update_kernel[(parts, groups * triton.cdiv(repeat, together), count)](
             xBC,
             dt,
