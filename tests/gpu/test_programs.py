@@ -61,7 +61,7 @@ def test_plan_publish_and_forward_do_not_wait_and_steps_wait_no_more_often_than_
     assert called["flush"]
     for name in ("prefill", "decode") if preset == "small" else ("slot_prefill", "slot_decode_rows"):
         assert called[name] >= 9
-    assert found["ours, reused"] == 4 * 1024 and found["ours, published"] > 0
+    assert found["ours, reused"] == 6 * 1024 and found["ours, published"] > 0
     for kind in ("whole", "short tail", "long tail"):
         off, ours = found[f"off, {kind}"], found[f"ours, {kind}"]
         assert ours["prefill"] <= off["prefill"], kind
