@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_hybrid_prefix.ops.rings import RingRows
+from megatron_hybrid_prefix.ops.rings import RingRows, times
 from megatron_hybrid_prefix.ops.triton_or_torch import jit, multiprocessors, tl, triton
 
 CHUNK = 64
@@ -481,21 +481,6 @@ def _pass_kernel(
 
 
 @jit
-def _times(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """Their product with the accuracy of float32. What has 16 bits is multiplied as it is, float32 by it in three parts."""
-    if a.dtype == b.dtype and a.dtype != tl.float32:
-        product = tl.dot(a, b)
-    elif a.dtype == tl.bfloat16 and b.dtype == tl.float32:
-        high = b.to(tl.bfloat16)
-        rest = b - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        product = tl.dot(a, high) + tl.dot(a, middle) + tl.dot(a, (rest - middle.to(tl.float32)).to(tl.bfloat16))
-    else:
-        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32x3")
-    return product
-
-
-@jit
 def _entries(
     back: tl.tensor,
     first: tl.tensor,
@@ -601,7 +586,7 @@ def _update_kernel(
             of_part, mask = of_states + in_k[:, None] * V + part[None, :], k_mask[:, None] & (part < V)[None, :]
             state = tl.load(of_part + slot * stride_slot, mask=mask, other=0.0)
             written = _entries(0, origin, end, of_ring, in_k, part, K, V, ENTRIES, BLOCK_F)[1]
-            added = _times(tl.trans(keys), written.to(tl.float32) * left[:, None])
+            added = times(tl.trans(keys), written.to(tl.float32) * left[:, None])
             state = tl.where(end > origin, (state.to(tl.float32) * total + added).to(state.dtype), state)
             tl.store(of_part + slot * stride_slot, state, mask=mask & (end > origin))
             tl.store(of_part + kept * stride_slot, state, mask=mask & (kept >= 0))
@@ -622,18 +607,18 @@ def _update_kernel(
         part = first + tl.arange(0, PART_K)
         x_part = tl.load(of_both[:, None] + part[None, :], mask=filled[:, None] & (part < K)[None, :], other=0.0)
         of_part = of_states + slot * stride_slot + part[:, None] * V + in_v[None, :]
-        sums += _times(x_part, tl.load(of_part, mask=(part < K)[:, None] & v_mask[None, :], other=0.0))
+        sums += times(x_part, tl.load(of_part, mask=(part < K)[:, None] & v_mask[None, :], other=0.0))
     # From here on decays count from the first of this step's tokens, in `passed`, and back from there, in `later`.
     passed = tl.sum(tl.where(in_t[None, :] <= token[:, None], decay[None, :], 0.0), 1)
     old, later = tl.zeros_like(sums), 0.0
     for back in range(BLOCK_E, position - end + BLOCK_E, BLOCK_E):
         left = tl.exp(passed[:, None] + (later + tl.cumsum(after, 0))[None, :])
-        old += _times(_times(x, tl.trans(keys)) * left, written)
+        old += times(times(x, tl.trans(keys)) * left, written)
         later += tl.sum(after, 0)
         keys, written, after = _entries(back, end, position, of_ring, in_k, in_v, K, V, ENTRIES, BLOCK_E)
     unit = _unit(x, epsilon, NORMALISE)
     sums = (tl.exp(passed + later + oldest)[:, None] * sums + old) * unit[:, None]
-    meets = _times(x, tl.trans(x)) * unit[:, None]
+    meets = times(x, tl.trans(x)) * unit[:, None]
     for t in tl.static_range(TOKENS):
         new = (beta * unit)[:, None] * (v.to(tl.float32) - sums)
         new = tl.sum(tl.where((both == t)[:, None], new, 0.0), 0).to(written_ptr.dtype.element_ty)

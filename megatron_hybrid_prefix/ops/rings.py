@@ -87,3 +87,18 @@ def entry_at(position: tl.tensor, number: tl.tensor, entries: tl.tensor) -> tl.t
     """Where in a ring of so many entries that of ``position + number`` is; ``number`` from 0 to ``entries``."""
     at = position % entries + number
     return tl.where(at < entries, at, at - entries)
+
+
+@jit
+def times(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """Their product with the accuracy of float32. What has 16 bits is multiplied as it is, float32 by it in three parts."""
+    if a.dtype == b.dtype and a.dtype != tl.float32:
+        product = tl.dot(a, b)
+    elif a.dtype == tl.bfloat16 and b.dtype == tl.float32:
+        high = b.to(tl.bfloat16)
+        rest = b - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        product = tl.dot(a, high) + tl.dot(a, middle) + tl.dot(a, (rest - middle.to(tl.float32)).to(tl.bfloat16))
+    else:
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32x3")
+    return product
