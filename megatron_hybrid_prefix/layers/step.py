@@ -313,4 +313,8 @@ class DecodeStep:
         own = np.array(live_indices)
         fields = (slots, live_indices, ends, self.origins[own].tolist(), ends, kept)
         self.origins[own] = ends
-        return RingRows(*ids_on_device(chain(*fields), self._buffer.device).view(len(fields), -1))
+        padding = [NO_SLOT] * (
+            len(own) % 2
+        )  # each field is aligned as Triton's specialisation looks at it: one kernel for any number
+        fields_on_device = ids_on_device(chain(*((*values, *padding) for values in fields)), self._buffer.device)
+        return RingRows(*fields_on_device.view(len(fields), -1))

@@ -19,8 +19,8 @@ from megatron_hybrid_prefix.ops.triton_or_torch import jit, multiprocessors, run
 _CHANNELS = 256  # of a program of the convolution, two a thread
 _BYTES = 16384  # of a head's state that a program reads at once
 _WARPS, _STAGES, _REGISTERS = 2, 3, None  # of a program; of its loop over heads; of a thread at most
-_HEADS, _COLUMNS = 8, 8  # that a program takes at most, and their tokens in all
-_PROGRAMS = 3  # of a multiprocessor; a program has fewer heads before there are fewer
+_HEADS, _COLUMNS = 4, 8  # that a program takes at most, and their tokens in all
+_PROGRAMS = 16  # of a multiprocessor; a program has fewer heads before there are fewer
 _FLUSH = 16  # rows of a state that are advanced at once
 _CORES = True  # whether inputs of 16 bits meet on tensor cores
 
