@@ -21,7 +21,7 @@ _BYTES = 16384  # of a head's state that a program reads at once
 _WARPS, _STAGES, _REGISTERS = 2, 3, None  # of a program; of its loop over heads; of a thread at most
 _HEADS, _COLUMNS = 4, 8  # that a program takes at most, and their tokens in all
 _PROGRAMS = 16  # of a multiprocessor; a program has fewer heads before there are fewer
-_FLUSH = 16  # rows of a state that are advanced at once
+_FLUSH, _AHEAD = 16, 4  # rows of a state that are advanced at once, and stages of that loop
 _CORES = True  # whether inputs of 16 bits meet on tensor cores
 
 
@@ -176,42 +176,20 @@ def update_states(
     assert xBC.is_contiguous() and dt.stride(2) == 1 and xBC.dtype == inputs.dtype and (z is None or z.stride(2) == 1)
     assert states[0].is_contiguous() and inputs[0].is_contiguous() and steps[0].is_contiguous()
     assert steps.shape[1] == inputs.shape[1] and steps.dtype == torch.float32
-    tile, groups = (
-        tile_of(headdim, d_state, states.element_size(), inputs.shape[1] - tokens, tokens),
-        (inputs.shape[2] - heads * headdim) // d_state,
-    )
+    tile = tile_of(headdim, d_state, states.element_size(), inputs.shape[1] - tokens, tokens)
+    repeat = heads * d_state // (inputs.shape[2] - heads * headdim)
     out = torch.empty((count, tokens, heads * headdim), dtype=xBC.dtype, device=xBC.device)
     if count:
-        parts, repeat, processors = triton.cdiv(headdim, tile["BLOCK_P"]), heads // groups, multiprocessors(xBC.device)
-        most = min(_HEADS, tile["COLUMNS"] // tile["BLOCK_T"])
-        together = at_once(most, repeat, count * parts * groups, _PROGRAMS * processors)
-        _update_kernel[(parts, groups * triton.cdiv(repeat, together), count)](
-            xBC,
-            dt,
-            A,
-            D,
-            dt_bias,
-            xBC if z is None else z,
-            out,
-            states,
-            *ring,
-            *rows,
-            *dt.stride()[:2],
-            *((0, 0) if z is None else z.stride()[:2]),
-            *(tensor.stride(0) for tensor in (states, *ring)),
-            heads,
-            together,
-            P=headdim,
-            N=d_state,
-            REPEAT=repeat,
-            ENTRIES=inputs.shape[1],
-            OF_D=headdim if D.numel() > heads else 1,
-            GATE=z is not None,
-            TOKENS=tokens,
-            # Not in Triton's interpreter, whose products of bfloat16 are wrong.
-            CORES=_CORES and xBC.is_cuda and xBC.dtype == torch.bfloat16 and states.dtype in (xBC.dtype, torch.float32),
-            **tile,
-        )
+        parts, most = triton.cdiv(headdim, tile["BLOCK_P"]), min(_HEADS, tile["COLUMNS"] // tile["BLOCK_T"])
+        groups, programs = heads // repeat, _PROGRAMS * multiprocessors(xBC.device)
+        together = at_once(most, repeat, count * parts * groups, programs)
+        given = xBC, dt, A, D, dt_bias, xBC if z is None else z, out, states, *ring, *rows, *dt.stride()[:2]
+        strides = *((0, 0) if z is None else z.stride()[:2]), *(tensor.stride(0) for tensor in (states, *ring))
+        tile |= {"REPEAT": repeat, "OF_D": headdim if D.numel() > heads else 1, "GATE": z is not None}
+        # Not in Triton's interpreter, whose products of bfloat16 are wrong.
+        cores = _CORES and xBC.is_cuda and xBC.dtype == torch.bfloat16 and states.dtype in (xBC.dtype, torch.float32)
+        grid = parts, groups * triton.cdiv(repeat, together), count
+        _update_kernel[grid](*given, *strides, heads, together, ENTRIES=inputs.shape[1], CORES=cores, **tile)
     return out
 
 
@@ -251,15 +229,10 @@ def tile_of(headdim: int, d_state: int, itemsize: int, entries: int, tokens: int
     width, together = triton.next_power_of_2(d_state), max(16, triton.next_power_of_2(entries))
     rows, columns = triton.next_power_of_2(headdim), triton.next_power_of_2(max(1, tokens))
     rows = min(rows, max(16, _BYTES // (width * itemsize)))
-    tile = {
-        "BLOCK_P": rows,
-        "BLOCK_N": width,
-        "BLOCK_E": together,
-        "BLOCK_T": columns,
-        "COLUMNS": max(_COLUMNS, 4 * columns),
-    }
-    tile |= {"PART": min(_FLUSH, rows), "PART_N": min(32, width), "STAGES": _STAGES}
-    return tile | {"num_warps": _WARPS * (2 if tokens > 1 or together > 32 else 1), "maxnreg": _REGISTERS}
+    tile = {"P": headdim, "N": d_state, "TOKENS": tokens, "BLOCK_P": rows, "BLOCK_N": width, "BLOCK_E": together}
+    tile |= {"BLOCK_T": columns, "COLUMNS": max(_COLUMNS, 4 * columns), "PART": min(_FLUSH, rows), "AHEAD": _AHEAD}
+    tile |= {"PART_N": min(32, width), "STAGES": _STAGES, "maxnreg": _REGISTERS}
+    return tile | {"num_warps": _WARPS * (2 if tokens > 1 or together > 32 else 1)}
 
 
 @jit
@@ -384,6 +357,7 @@ def _update_kernel(
     BLOCK_T: tl.constexpr,
     COLUMNS: tl.constexpr,
     PART: tl.constexpr,
+    AHEAD: tl.constexpr,
     PART_N: tl.constexpr,
     STAGES: tl.constexpr,
     CORES: tl.constexpr,
@@ -416,31 +390,34 @@ def _update_kernel(
     of_inputs, of_steps = inputs_ptr + ring * stride_inputs, steps_ptr + ring * stride_steps + first_head
     to_B, to_kept = heads * P + group * N, (kept - slot) * stride_slot
     of_states = states_ptr + slot * stride_slot + channel * N
+    h_mask, of_weights = (of_head < some_heads)[None, :], of_steps + of_head[None, :]
     if (end > origin) | (kept >= 0):
+        PARTS: tl.constexpr = BLOCK_P // PART
         at, after, count = entry_at(origin, number, ENTRIES), entry_at(origin, number + 1, ENTRIES), end - origin
-        of_entry, inside = of_inputs + at[:, None] * width, (number < count)[:, None]
-        B = tl.load(of_entry + to_B + in_n[None, :], mask=inside & n_mask[None, :], other=0.0)
-        for head in range(some_heads):
-            step = tl.load(of_steps + 2 * at * heads + head, mask=number < count, other=0.0)
-            decay = tl.load(of_steps + (2 * at + 1) * heads + head, mask=number < count, other=0.0)
-            later = tl.load(of_steps + (2 * after + 1) * heads + head, mask=number + 1 < count, other=0.0)
-            weight, left = step * tl.exp(tl.cumsum(later, 0, reverse=True)), tl.exp(tl.sum(decay, 0))
-            for first in tl.range(0, BLOCK_P, PART, num_stages=BLOCK_P // PART):  # few registers
-                some = first + tl.arange(0, PART)
-                some_mask = some < P - part * BLOCK_P if P % BLOCK_P else tl.full([PART], 1, tl.int1)
-                of_some = of_states + head * (P * N) + some[:, None] * N + in_n[None, :]
-                mask = some_mask[:, None] & n_mask[None, :]
-                state = tl.load(of_some, mask=mask, other=0.0)
-                of_x = of_entry + channel + head * P + some[None, :]
-                x = tl.load(of_x, mask=inside & some_mask[None, :], other=0.0)
-                if CORES:
-                    added = times(tl.trans(x), weight[:, None] * B.to(tl.float32))
-                else:
-                    x = tl.trans(x.to(tl.float32) * weight[:, None])
-                    added = tl.dot(x, B.to(tl.float32), input_precision="ieee")
-                state = tl.where(end > origin, (state.to(tl.float32) * left + added).to(state.dtype), state)
-                tl.store(of_some, state, mask=mask & (end > origin))
-                tl.store(of_some + to_kept, state, mask=mask & (kept >= 0))
+        inside = (number < count)[:, None]
+        weight = tl.load(of_weights + (2 * at * heads)[:, None], mask=inside & h_mask, other=0.0)
+        decay = tl.load(of_weights + ((2 * at + 1) * heads)[:, None], mask=inside & h_mask, other=0.0)
+        of_later, others = of_weights + ((2 * after + 1) * heads)[:, None], (number + 1 < count)[:, None] & h_mask
+        weight *= tl.exp(tl.cumsum(tl.load(of_later, mask=others, other=0.0), 0, reverse=True))
+        decay = tl.exp(tl.sum(decay, 0))
+        of_B = of_inputs + (at * width)[:, None] + to_B + in_n[None, :]
+        B = tl.load(of_B, mask=inside & n_mask[None, :], other=0.0)
+        for turn in tl.range(0, some_heads * PARTS, num_stages=AHEAD):
+            head, some = turn // PARTS, turn % PARTS * PART + tl.arange(0, PART)
+            some_mask = some < P - part * BLOCK_P if P % BLOCK_P else tl.full([PART], 1, tl.int1)
+            of_some, mask = (
+                of_states + (head * P + some)[:, None] * N + in_n[None, :],
+                some_mask[:, None] & n_mask[None, :],
+            )
+            state = tl.load(of_some, mask=mask, other=0.0).to(tl.float32)
+            of_x = of_inputs + (at * width)[None, :] + channel + head * P + some[:, None]
+            x = tl.load(of_x, mask=(number < count)[None, :] & some_mask[:, None], other=0.0).to(tl.float32)
+            x *= tl.sum(tl.where((column == head * BLOCK_T)[None, :], weight, 0.0), 1)[None, :]
+            left = tl.sum(tl.where(column == head * BLOCK_T, decay, 0.0), 0)
+            added = times(x, B if CORES else B.to(tl.float32))
+            state = tl.where(end > origin, state * left + added, state).to(states_ptr.dtype.element_ty)
+            tl.store(of_some, state, mask=mask & (end > origin))
+            tl.store(of_some + to_kept, state, mask=mask & (kept >= 0))
         tl.debug_barrier()  # it is read again, by other threads: rounded, and as a step without a flush has it
     if TOKENS > 0:
         # Entries since the end, then the tokens themselves; of those, ``token`` says which, and is negative for others.
@@ -450,26 +427,21 @@ def _update_kernel(
         of_entry = of_inputs + at * width
         of_each = tl.where(token < 0, of_entry, of_new + token * (width + heads // REPEAT * N))
         of_columns = of_new + of_token * (width + heads // REPEAT * N)
-        if CORES:
-            of_C = of_columns[None, :] + heads // REPEAT * N + to_B + in_n[:, None]
-            C = tl.load(of_C, mask=(of_token < TOKENS)[None, :] & n_mask[:, None], other=0.0)
-        B = tl.load(
-            of_each[:, None] + to_B + in_n[None, :], mask=(token < TOKENS)[:, None] & n_mask[None, :], other=0.0
-        )
-        head_mask, of_weights = (of_head < some_heads)[None, :], of_steps + of_head[None, :]
+        of_C = of_columns[None, :] + heads // REPEAT * N + to_B + in_n[:, None]
+        C = tl.load(of_C, mask=(of_token < TOKENS)[None, :] & n_mask[:, None], other=0.0)
+        of_B, of_real = of_each[:, None] + to_B + in_n[None, :], (token < TOKENS)[:, None]
+        B = tl.load(of_B, mask=of_real & n_mask[None, :], other=0.0)
         of_step, of_decay = of_weights + (2 * at * heads)[:, None], of_weights + ((2 * at + 1) * heads)[:, None]
-        of_later, old = of_weights + ((2 * after + 1) * heads)[:, None], (token < 0)[:, None] & head_mask
+        of_later, old = of_weights + ((2 * after + 1) * heads)[:, None], (token < 0)[:, None] & h_mask
         step = tl.load(of_step, mask=old, other=0.0)
         decay = tl.load(of_decay, mask=old, other=0.0)  # under the weights of that time
-        later = tl.load(of_later, mask=(token < -1)[:, None] & head_mask, other=0.0)
+        later = tl.load(of_later, mask=(token < -1)[:, None] & h_mask, other=0.0)
         of_x = of_columns[None, :] + channel + in_out
         x_now = tl.load(of_x, mask=out_mask, other=0.0)
         A = tl.load(A_ptr + first_head + of_head, mask=of_head < some_heads, other=0.0)
         bias = tl.load(dt_bias_ptr + first_head + of_head, mask=of_head < some_heads, other=0.0).to(tl.float32)
-        if OF_D == 1:
-            D = tl.load(D_ptr + first_head + of_head, mask=c_mask, other=0.0)[None, :].to(tl.float32)
-        else:
-            D = tl.load(D_ptr + channel + in_out, mask=out_mask, other=0.0).to(tl.float32)
+        of_D = D_ptr + (first_head + of_head[None, :] if OF_D == 1 else channel + in_out)
+        D = tl.load(of_D, mask=c_mask[None, :] if OF_D == 1 else out_mask, other=0.0).to(tl.float32)
         of_dt = dt_ptr + row * stride_dt_row + first_head + of_head
         for now in tl.static_range(TOKENS):
             dt = tl.load(of_dt + now * stride_dt_token, mask=of_head < some_heads, other=0.0).to(tl.float32)
@@ -477,7 +449,7 @@ def _update_kernel(
             step = tl.where((token == now)[:, None], dt[None, :], step)
             decay = tl.where((token == now)[:, None], (dt * A)[None, :], decay)
             later = tl.where((token + 1 == now)[:, None], (dt * A)[None, :], later)
-        once = new[:, None] & head_mask & (of_token == 0)[None, :]
+        once = new[:, None] & h_mask & (of_token == 0)[None, :]
         if part == 0:
             tl.store(of_step, step, mask=once)
             tl.store(of_decay, decay, mask=once)
@@ -491,13 +463,7 @@ def _update_kernel(
         if CORES:
             weights *= tl.dot(B, C)
         else:
-            scores = tl.zeros([BLOCK_E, COLUMNS], tl.float32)
-            for now in tl.static_range(TOKENS):
-                of_C = of_new + now * (width + heads // REPEAT * N) + heads // REPEAT * N + to_B + in_n
-                C = tl.load(of_C, mask=n_mask, other=0.0).to(tl.float32)
-                of_now = tl.sum(B.to(tl.float32) * C[None, :], 1)
-                scores = tl.where((of_token == now)[None, :], of_now[:, None], scores)
-            weights *= scores
+            weights *= times(B.to(tl.float32), C.to(tl.float32))
         if TOKENS > 1:
             weights = tl.where(token[:, None] <= of_token[None, :], weights, 0.0)
         in_parts = tl.arange(0, BLOCK_N // PART_N)[:, None] * PART_N + tl.arange(0, PART_N)[None, :]
@@ -524,15 +490,11 @@ def _update_kernel(
             added *= left[None, :]
             x = tl.load(of_entries, mask=(token < TOKENS)[None, :] & p_mask[:, None], other=0.0)
             for now in tl.static_range(TOKENS):
-                mine, seen = (of_head == head) & (of_token == now), x
+                seen = x if CORES else x.to(tl.float32)
                 if TOKENS > 1:  # of later ones not even NaN
-                    seen = tl.where((token <= now)[None, :], x, 0.0).to(x.dtype)
-                if CORES:
-                    y += tl.where(mine[None, :], added + times(seen, weights), 0.0)
-                else:
-                    weight = tl.sum(tl.where(mine[None, :], weights, 0.0), 1)
-                    given = tl.sum(seen.to(tl.float32) * weight[None, :], 1)
-                    y += tl.where(mine[None, :], added + given[:, None], 0.0)
+                    seen = tl.where((token <= now)[None, :], seen, 0.0).to(seen.dtype)
+                mine = ((of_head == head) & (of_token == now))[None, :]
+                y += tl.where(mine, added + times(seen, weights), 0.0)
         if GATE:
             of_z = z_ptr + row * stride_z_row + (of_token * stride_z_token)[None, :] + channel + in_out
             z = tl.load(of_z, mask=out_mask, other=0.0).to(tl.float32)

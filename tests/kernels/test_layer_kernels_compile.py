@@ -104,7 +104,7 @@ def test_delta_rule(name, dtype, size, tmp_path):
 def test_update_of_rings(states, tokens, R, P, N, tmp_path):
     """The registers suffice."""
     entries = ring_entries(R, max(1, tokens))
-    constants = {"P": P, "N": N, "REPEAT": 16, "ENTRIES": entries, "OF_D": 1, "GATE": False, "TOKENS": tokens}
+    constants = {"REPEAT": 16, "ENTRIES": entries, "OF_D": 1, "GATE": False}
     constants |= mamba_decode.tile_of(P, N, 2 if states == "bf16" else 4, entries - tokens, tokens)
     options = {key: constants.pop(key) for key in ("num_warps", "maxnreg")}
     constants["CORES"] = True
