@@ -35,6 +35,7 @@ PART = 16
 
 _BYTES = 16384  # of a state, some columns of it, that a program of a decode reads at once
 _WARPS, _STAGES, _REGISTERS = 2, 3, None  # of such a program; of its loop over them; of a thread at most
+_FLUSH, _AHEAD = 32, 4  # rows of a state that are advanced at once, and stages of that loop
 _PIECES = 8  # that a program takes at most
 _PROGRAMS = 3  # of a multiprocessor; a program takes fewer before there are fewer
 _CORES = True  # whether what has 16 bits meets on tensor cores
@@ -206,18 +207,9 @@ def update_by_kernel(
     cores = _CORES and v.is_cuda and q.dtype == k.dtype == rings[0].dtype == torch.bfloat16
     given = q, k, v, *(tensor.contiguous() for tensor in inputs[3:]), states, *rings, outputs, *rows
     strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *(tensor.stride(0) for tensor in (states, *rings))
-    _update_kernel[(key_heads * triton.cdiv(pieces, together), count)](
-        *given,
-        *strides,
-        heads,
-        together,
-        key_size**-0.5,
-        EPSILON,
-        REPEAT=repeat,
-        NORMALISE=normalise,
-        CORES=cores,
-        **tile,
-    )
+    numbers = heads, together, key_size**-0.5, EPSILON
+    grid = key_heads * triton.cdiv(pieces, together), count
+    _update_kernel[grid](*given, *strides, *numbers, REPEAT=repeat, NORMALISE=normalise, CORES=cores, **tile)
     return outputs
 
 
@@ -225,16 +217,12 @@ def update_tile(key_size: int, value_size: int, itemsize: int, entries: int, tok
     """What a program of a decode reads of a state and of entries at once: the same for any number of states."""
     columns, block_k = (max(16, triton.next_power_of_2(size)) for size in (value_size, key_size))
     columns, together = min(columns, max(16, _BYTES // (block_k * itemsize))), entries - max(1, tokens)
-    more = tokens > 1 or together > 32 or key_size < block_k
     tile = {"K": key_size, "V": value_size, "TOKENS": tokens, "BLOCK_T": max(8, triton.next_power_of_2(tokens))}
     tile |= {"ENTRIES": entries, "BLOCK_E": max(16, triton.next_power_of_2(together)), "BLOCK_K": block_k}
-    tile |= {
-        "BLOCK_V": columns,
-        "PART_K": min(32, block_k),
-        "HEADS": triton.next_power_of_2(_PIECES),
-        "STAGES": _STAGES,
-    }
-    return tile | {"num_warps": _WARPS * (2 if more else 1), "maxnreg": _REGISTERS}
+    tile |= {"BLOCK_V": columns, "PART_K": min(_FLUSH, block_k), "HEADS": triton.next_power_of_2(_PIECES)}
+    more = tokens > 1 or together > 32 or key_size < block_k  # registers
+    warps = _WARPS * (2 if more else 1)
+    return tile | {"STAGES": _STAGES, "AHEAD": _AHEAD, "num_warps": warps, "maxnreg": _REGISTERS}
 
 
 def contiguous_from(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -545,6 +533,7 @@ def _update_kernel(
     BLOCK_V: tl.constexpr,
     PART_K: tl.constexpr,
     HEADS: tl.constexpr,
+    AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
     """One program: ``together`` pieces of states of one key head's heads, or fewer, and the tokens of one row.
@@ -577,32 +566,34 @@ def _update_kernel(
     of_keys, of_decays = keys_ptr + ring * stride_keys + key_head * K, decays_ptr + ring * stride_decays + first_head
     of_written = written_ptr + ring * stride_written
     of_states, to_kept = states_ptr + slot * stride_slot, (kept - slot) * stride_slot
+    h_mask, of_gate = (of_head < REPEAT - first // PIECES)[None, :], of_decays + of_head[None, :]
     if (end > origin) | (kept >= 0):
-        at, after, inside = (
-            entry_at(origin, number, ENTRIES),
-            entry_at(origin, number + 1, ENTRIES),
-            number < end - origin,
-        )
-        for piece in range(first, last):
+        PARTS: tl.constexpr = BLOCK_K // PART_K
+        at, after, count = entry_at(origin, number, ENTRIES), entry_at(origin, number + 1, ENTRIES), end - origin
+        inside = (number < count)[:, None]
+        decay = tl.exp(tl.sum(tl.load(of_gate + (at * heads)[:, None], mask=inside & h_mask, other=0.0), 0))
+        of_later, others = of_gate + (after * heads)[:, None], (number + 1 < count)[:, None] & h_mask
+        weight = tl.exp(tl.cumsum(tl.load(of_later, mask=others, other=0.0), 0, reverse=True))
+        for turn in tl.range(0, (last - first) * PARTS, num_stages=AHEAD):
+            piece, part = first + turn // PARTS, turn % PARTS * PART_K + tl.arange(0, PART_K)
             column, head = piece % PIECES * BLOCK_V, piece // PIECES - first // PIECES
-            decay = tl.load(of_decays + at * heads + head, mask=inside, other=0.0)
-            later = tl.load(of_decays + after * heads + head, mask=number + 1 < end - origin, other=0.0)
-            left, v_mask = tl.exp(tl.sum(decay, 0)), (in_v < V - column)[None, :]
-            head += first_head
-            of_entries = of_written + at[:, None] * (heads * V) + head * V + column + in_v[None, :]
-            written = tl.load(of_entries, mask=inside[:, None] & v_mask, other=0.0).to(tl.float32)
-            written *= tl.exp(tl.cumsum(later, 0, reverse=True))[:, None]
-            for start in tl.range(0, BLOCK_K, PART_K, num_stages=BLOCK_K // PART_K):  # few registers
-                part = start + tl.arange(0, PART_K)
-                of_part = of_states + (head * K + part)[:, None] * V + column + in_v[None, :]
-                mask = (part < K)[:, None] & v_mask
-                state = tl.load(of_part, mask=mask, other=0.0)
-                of_some = of_keys + at[None, :] * (key_heads * K) + part[:, None]
-                keys = tl.load(of_some, mask=(part < K)[:, None] & inside[None, :], other=0.0)
-                added = times(keys if CORES else keys.to(tl.float32), written)
-                state = tl.where(end > origin, (state.to(tl.float32) * left + added).to(state.dtype), state)
-                tl.store(of_part, state, mask=mask & (end > origin))
-                tl.store(of_part + to_kept, state, mask=mask & (kept >= 0))
+            v_mask, of_channel = (in_v < V - column)[None, :], (first_head + head) * V + column + in_v[None, :]
+            mask, of_part = (part < K)[:, None] & v_mask, of_states + (first_head + head) * (K * V) + part[:, None] * V
+            of_part += column + in_v[None, :]
+            state = tl.load(of_part, mask=mask, other=0.0).to(tl.float32)
+            of_some = of_keys + (at * (key_heads * K))[None, :] + part[:, None]
+            keys = tl.load(of_some, mask=(part < K)[:, None] & (number < count)[None, :], other=0.0)
+            of_entries = of_written + (at * (heads * V))[:, None] + of_channel
+            written = tl.load(of_entries, mask=inside & v_mask, other=0.0)
+            later = tl.sum(tl.where((of_head == head)[None, :], weight, 0.0), 1)
+            if CORES and written_ptr.dtype.element_ty != tl.float32:
+                added = times(keys.to(tl.float32) * later[None, :], written)
+            else:
+                added = times(keys if CORES else keys.to(tl.float32), written.to(tl.float32) * later[:, None])
+            left = tl.sum(tl.where(of_head == head, decay, 0.0), 0)
+            state = tl.where(end > origin, state * left + added, state).to(states_ptr.dtype.element_ty)
+            tl.store(of_part, state, mask=mask & (end > origin))
+            tl.store(of_part + to_kept, state, mask=mask & (kept >= 0))
         tl.debug_barrier()  # it is read again, by other threads
     if TOKENS > 0:
         # Entries since the end, then this step's tokens; of those, ``new`` says which, and is negative for others.
@@ -612,22 +603,20 @@ def _update_kernel(
         x = tl.load(of_both[:, None] + in_k[None, :], mask=filled[:, None] & k_mask[None, :], other=0.0)
         of_some = of_keys + at[None, :] * (key_heads * K) + in_k[:, None]
         keys = tl.load(of_some, mask=(new < 0)[None, :] & k_mask[:, None], other=0.0)
-        h_mask = of_head < REPEAT - first // PIECES
-        of_gates = of_decays + of_head[None, :]
-        decay = tl.load(of_gates + at[:, None] * heads, mask=(new < 0)[:, None] & h_mask[None, :], other=0.0)
-        later = tl.load(of_gates + after[:, None] * heads, mask=(new < -1)[:, None] & h_mask[None, :], other=0.0)
-        later, decay = tl.cumsum(later, 0, reverse=True), tl.sum(decay, 0)
+        decay = tl.load(of_gate + (at * heads)[:, None], mask=(new < 0)[:, None] & h_mask, other=0.0)
+        later = tl.load(of_gate + (after * heads)[:, None], mask=(new < -1)[:, None] & h_mask, other=0.0)
+        later, decay = tl.exp(tl.cumsum(later, 0, reverse=True)), tl.exp(tl.sum(decay, 0))
         unit = _unit(x, epsilon, NORMALISE)
         scores, meets = times(x, keys) * unit[:, None], times(x, tl.trans(x)) * unit[:, None]
-        own = (of_head + first // PIECES) * PIECES
-        own = h_mask & (own >= first) & (own < last)
+        real, own = of_head < REPEAT - first // PIECES, (of_head + first // PIECES) * PIECES
+        own = real & (own >= first) & (own < last)
         # Of each token, by head; then of each token's key and query, and of those by earlier keys.
         decays, gains, rows, seen, met = (), (), (), (), ()
         for t in tl.static_range(TOKENS):
             of_gates = of_row + t * heads + first_head + of_head
-            gate = tl.load(log_decay_ptr + of_gates, mask=h_mask, other=0.0)
+            gate = tl.load(log_decay_ptr + of_gates, mask=real, other=0.0)
             tl.store(of_decays + entry_at(position, t, ENTRIES) * heads + of_head, gate, mask=own)
-            beta = tl.load(beta_ptr + of_gates, mask=h_mask, other=0.0).to(tl.float32)
+            beta = tl.load(beta_ptr + of_gates, mask=real, other=0.0).to(tl.float32)
             decays += (tl.exp(gate),)
             gains += (beta * tl.sum(tl.where(both == t, unit, 0.0), 0),)
             for r in tl.static_range(2):
@@ -655,8 +644,8 @@ def _update_kernel(
                 of_v = v_ptr + row * stride_v_row + t * stride_v_token + of_channel + in_v
                 values += (tl.load(of_v, mask=v_mask, other=0.0).to(tl.float32),)
                 gates += (tl.sum(tl.where(this, decays[t], 0.0), 0),)
-            older = tl.exp(tl.sum(tl.where(this[None, :], later, 0.0), 1))
-            oldest = tl.exp(tl.sum(tl.where(this, decay, 0.0), 0))
+            older = tl.sum(tl.where(this[None, :], later, 0.0), 1)
+            oldest = tl.sum(tl.where(this, decay, 0.0), 0)
             heard = ()  # what the state and the entries say to each token's key and query
             if DOTS:
                 left = tl.full([2 * BLOCK_T], 1.0, tl.float32)
