@@ -197,10 +197,8 @@ def update_by_kernel(
     if not count:
         return outputs
     assert all(tensor[0].is_contiguous() for tensor in (states, *rings))
-    tile, repeat = (
-        update_tile(key_size, value_size, states.element_size(), rings[0].shape[1], tokens),
-        heads // key_heads,
-    )
+    tile = update_tile(key_size, value_size, states.element_size(), rings[0].shape[1], tokens)
+    repeat = heads // key_heads
     pieces = repeat * triton.cdiv(value_size, tile["BLOCK_V"])
     together = at_once(_PIECES, pieces, count * key_heads, _PROGRAMS * multiprocessors(v.device))
     # Not in Triton's interpreter, whose products of bfloat16 are wrong.
@@ -220,8 +218,7 @@ def update_tile(key_size: int, value_size: int, itemsize: int, entries: int, tok
     tile = {"K": key_size, "V": value_size, "TOKENS": tokens, "BLOCK_T": max(8, triton.next_power_of_2(tokens))}
     tile |= {"ENTRIES": entries, "BLOCK_E": max(16, triton.next_power_of_2(together)), "BLOCK_K": block_k}
     tile |= {"BLOCK_V": columns, "PART_K": min(_FLUSH, block_k), "HEADS": triton.next_power_of_2(_PIECES)}
-    more = tokens > 1 or together > 32 or key_size < block_k  # registers
-    warps = _WARPS * (2 if more else 1)
+    warps = _WARPS * (2 if tokens > 1 or together > 32 or key_size < block_k else 1)  # for registers
     return tile | {"STAGES": _STAGES, "AHEAD": _AHEAD, "num_warps": warps, "maxnreg": _REGISTERS}
 
 
@@ -568,14 +565,14 @@ def _update_kernel(
     of_states, to_kept = states_ptr + slot * stride_slot, (kept - slot) * stride_slot
     h_mask, of_gate = (of_head < REPEAT - first // PIECES)[None, :], of_decays + of_head[None, :]
     if (end > origin) | (kept >= 0):
-        PARTS: tl.constexpr = BLOCK_K // PART_K
         at, after, count = entry_at(origin, number, ENTRIES), entry_at(origin, number + 1, ENTRIES), end - origin
         inside = (number < count)[:, None]
         decay = tl.exp(tl.sum(tl.load(of_gate + (at * heads)[:, None], mask=inside & h_mask, other=0.0), 0))
         of_later, others = of_gate + (after * heads)[:, None], (number + 1 < count)[:, None] & h_mask
         weight = tl.exp(tl.cumsum(tl.load(of_later, mask=others, other=0.0), 0, reverse=True))
-        for turn in tl.range(0, (last - first) * PARTS, num_stages=AHEAD):
-            piece, part = first + turn // PARTS, turn % PARTS * PART_K + tl.arange(0, PART_K)
+        for turn in tl.range(0, (last - first) * (BLOCK_K // PART_K), num_stages=AHEAD):
+            piece = first + turn // (BLOCK_K // PART_K)
+            part = turn % (BLOCK_K // PART_K) * PART_K + tl.arange(0, PART_K)
             column, head = piece % PIECES * BLOCK_V, piece // PIECES - first // PIECES
             v_mask, of_channel = (in_v < V - column)[None, :], (first_head + head) * V + column + in_v[None, :]
             mask, of_part = (part < K)[:, None] & v_mask, of_states + (first_head + head) * (K * V) + part[:, None] * V
@@ -622,11 +619,9 @@ def _update_kernel(
             for r in tl.static_range(2):
                 is_row = (both == t + r * BLOCK_T)[:, None]
                 for s in tl.static_range(TOKENS):
-                    of_key = is_row & (both == s)[None, :]
-                    met += (tl.sum(tl.sum(tl.where(of_key, meets, 0.0), 1), 0),)
+                    met += (tl.sum(tl.sum(tl.where(is_row & (both == s)[None, :], meets, 0.0), 1), 0),)
                 if not DOTS:
-                    wide = x.to(tl.float32) * unit[:, None]
-                    rows += (tl.sum(tl.where(is_row, wide, 0.0), 0)[:, None],)
+                    rows += (tl.sum(tl.where(is_row, x.to(tl.float32) * unit[:, None], 0.0), 0)[:, None],)
                     seen += (tl.sum(tl.where(is_row, scores, 0.0), 0),)
         if first == 0:
             of_x = of_keys + entry_at(position, token, ENTRIES)[:, None] * (key_heads * K) + in_k[None, :]

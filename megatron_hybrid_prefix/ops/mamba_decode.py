@@ -392,7 +392,6 @@ def _update_kernel(
     of_states = states_ptr + slot * stride_slot + channel * N
     h_mask, of_weights = (of_head < some_heads)[None, :], of_steps + of_head[None, :]
     if (end > origin) | (kept >= 0):
-        PARTS: tl.constexpr = BLOCK_P // PART
         at, after, count = entry_at(origin, number, ENTRIES), entry_at(origin, number + 1, ENTRIES), end - origin
         inside = (number < count)[:, None]
         weight = tl.load(of_weights + (2 * at * heads)[:, None], mask=inside & h_mask, other=0.0)
@@ -402,12 +401,12 @@ def _update_kernel(
         decay = tl.exp(tl.sum(decay, 0))
         of_B = of_inputs + (at * width)[:, None] + to_B + in_n[None, :]
         B = tl.load(of_B, mask=inside & n_mask[None, :], other=0.0)
-        for turn in tl.range(0, some_heads * PARTS, num_stages=AHEAD):
-            head, some = turn // PARTS, turn % PARTS * PART + tl.arange(0, PART)
+        for turn in tl.range(0, some_heads * (BLOCK_P // PART), num_stages=AHEAD):
+            head, some = turn // (BLOCK_P // PART), turn % (BLOCK_P // PART) * PART + tl.arange(0, PART)
             some_mask = some < P - part * BLOCK_P if P % BLOCK_P else tl.full([PART], 1, tl.int1)
-            of_some, mask = (
-                of_states + (head * P + some)[:, None] * N + in_n[None, :],
+            mask, of_some = (
                 some_mask[:, None] & n_mask[None, :],
+                of_states + (head * P + some)[:, None] * N + in_n[None, :],
             )
             state = tl.load(of_some, mask=mask, other=0.0).to(tl.float32)
             of_x = of_inputs + (at * width)[None, :] + channel + head * P + some[:, None]
@@ -436,8 +435,7 @@ def _update_kernel(
         step = tl.load(of_step, mask=old, other=0.0)
         decay = tl.load(of_decay, mask=old, other=0.0)  # under the weights of that time
         later = tl.load(of_later, mask=(token < -1)[:, None] & h_mask, other=0.0)
-        of_x = of_columns[None, :] + channel + in_out
-        x_now = tl.load(of_x, mask=out_mask, other=0.0)
+        x_now = tl.load(of_columns[None, :] + channel + in_out, mask=out_mask, other=0.0)
         A = tl.load(A_ptr + first_head + of_head, mask=of_head < some_heads, other=0.0)
         bias = tl.load(dt_bias_ptr + first_head + of_head, mask=of_head < some_heads, other=0.0).to(tl.float32)
         of_D = D_ptr + (first_head + of_head[None, :] if OF_D == 1 else channel + in_out)
@@ -449,10 +447,9 @@ def _update_kernel(
             step = tl.where((token == now)[:, None], dt[None, :], step)
             decay = tl.where((token == now)[:, None], (dt * A)[None, :], decay)
             later = tl.where((token + 1 == now)[:, None], (dt * A)[None, :], later)
-        once = new[:, None] & h_mask & (of_token == 0)[None, :]
         if part == 0:
-            tl.store(of_step, step, mask=once)
-            tl.store(of_decay, decay, mask=once)
+            tl.store(of_step, step, mask=new[:, None] & h_mask & (of_token == 0)[None, :])
+            tl.store(of_decay, decay, mask=new[:, None] & h_mask & (of_token == 0)[None, :])
             if in_group == 0:
                 tl.store(of_entry[:, None] + to_B + in_n[None, :], B, mask=new[:, None] & n_mask[None, :])
         of_now = of_inputs + entry_at(position, of_token, ENTRIES)[None, :] * width + channel + in_out
@@ -460,10 +457,7 @@ def _update_kernel(
         left = tl.exp(tl.sum(tl.where(token[:, None] <= of_token[None, :], decay, 0.0), 0))
         later = tl.where(token[:, None] < of_token[None, :], later, 0.0)
         weights = step * tl.exp(tl.cumsum(later, 0, reverse=True))
-        if CORES:
-            weights *= tl.dot(B, C)
-        else:
-            weights *= times(B.to(tl.float32), C.to(tl.float32))
+        weights *= times(B if CORES else B.to(tl.float32), C if CORES else C.to(tl.float32))
         if TOKENS > 1:
             weights = tl.where(token[:, None] <= of_token[None, :], weights, 0.0)
         in_parts = tl.arange(0, BLOCK_N // PART_N)[:, None] * PART_N + tl.arange(0, PART_N)[None, :]
@@ -474,19 +468,18 @@ def _update_kernel(
                 wide += (tl.load(of_C, mask=in_parts < N, other=0.0).to(tl.float32)[None, :, :],)
         y = D * x_now.to(tl.float32)
         for head in tl.range(0, some_heads, num_stages=STAGES):
-            of_state = of_states + head * (P * N)
             of_entries = of_each[None, :] + channel + head * P + in_p[:, None]
             if not CORES or states_ptr.dtype.element_ty == tl.float32:
-                in_state = in_p[:, None, None] * N + in_parts[None, :, :]
+                of_state = of_states + head * (P * N) + in_p[:, None, None] * N + in_parts[None, :, :]
                 mask = p_mask[:, None, None] & (in_parts < N)[None, :, :]
-                state = tl.load(of_state + in_state, mask=mask, other=0.0).to(tl.float32)
+                state = tl.load(of_state, mask=mask, other=0.0).to(tl.float32)
                 added = tl.zeros([BLOCK_P, COLUMNS], tl.float32)
                 for now in tl.static_range(TOKENS):
                     met = tl.sum(tl.sum(state * wide[now], 1), 1)
                     added = tl.where((of_token == now)[None, :], met[:, None], added)
             else:
-                in_state, mask = in_p[:, None] * N + in_n[None, :], p_mask[:, None] & n_mask[None, :]
-                added = tl.dot(tl.load(of_state + in_state, mask=mask, other=0.0), C)
+                of_state = of_states + head * (P * N) + in_p[:, None] * N + in_n[None, :]
+                added = tl.dot(tl.load(of_state, mask=p_mask[:, None] & n_mask[None, :], other=0.0), C)
             added *= left[None, :]
             x = tl.load(of_entries, mask=(token < TOKENS)[None, :] & p_mask[:, None], other=0.0)
             for now in tl.static_range(TOKENS):
