@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from megatron_hybrid_prefix.mcore.state.layout import ModelStates
     from megatron_hybrid_prefix.pool.layout import SlotLayout, StateLayout
 
+_SLOTS, _RINGS, _KEPT = map(RingRows._fields.index, ("slots", "rings", "kept"))
+
 
 class LiveSlots:
     """Which slot holds the state of a running request.
@@ -171,10 +173,9 @@ class _FlushedKind:
         """(fields, layers x rows) of each component, from fields of rows of one layer, those of `RingRows`."""
         for layers, of_layer, of_row in self._places.values():
             table, layer = np.repeat(rows[:, None], layers, 1), np.arange(layers)[:, None]
-            fields = RingRows(*table)  # views
-            for slots in (fields.slots, fields.kept):
+            for slots in (table[_SLOTS], table[_KEPT]):
                 slots[:] = np.where(slots < 0, NO_SLOT, slots * of_row + layer * of_layer)
-            fields.rings[:] += layer * self._max_requests
+            table[_RINGS] += layer * self._max_requests
             yield table
 
     def launch(self, parts: Iterator[torch.Tensor]) -> None:
