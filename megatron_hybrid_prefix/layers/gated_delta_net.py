@@ -184,9 +184,11 @@ class GatedDeltaNetKind(LayerKind):
     ) -> tuple[StateComponent, ...]:
         return gated_delta_net_ring(state, tokens, step_tokens, dtype)
 
-    def flush(self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: RingRows) -> None:
-        flush_windows(states[GDN_CONV], ring["gdn_recent"], rows)
-        flush_delta_rule(states[GDN_STATE], ring["gdn_keys"], ring["gdn_written"], ring["gdn_decays"], rows)
+    def flush(
+        self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: Mapping[str, RingRows]
+    ) -> None:
+        flush_windows(states[GDN_CONV], ring["gdn_recent"], rows[GDN_CONV])
+        flush_delta_rule(states[GDN_STATE], ring["gdn_keys"], ring["gdn_written"], ring["gdn_decays"], rows[GDN_STATE])
 
     def invalidate(self, module: torch.nn.Module) -> None:
         """Nothing is derived from weights."""

@@ -126,9 +126,11 @@ class Mamba2(LayerKind):
     ) -> tuple[StateComponent, ...]:
         return mamba2_ring(state, tokens, step_tokens, dtype)
 
-    def flush(self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: RingRows) -> None:
-        flush_windows(states["conv"], ring["conv_recent"], rows)
-        flush_states(states["ssm"], ring["ssm_inputs"], ring["ssm_steps"], rows)
+    def flush(
+        self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: Mapping[str, RingRows]
+    ) -> None:
+        flush_windows(states["conv"], ring["conv_recent"], rows["conv"])
+        flush_states(states["ssm"], ring["ssm_inputs"], ring["ssm_steps"], rows["ssm"])
 
     def invalidate(self, module: torch.nn.Module) -> None:
         refresh_decode_parameters(module)

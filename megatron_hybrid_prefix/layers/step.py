@@ -14,14 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from megatron_hybrid_prefix.ops.rings import RingRows
-from megatron_hybrid_prefix.ops.triton_or_torch import ids_on_device
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.support.arithmetic import round_up
 
@@ -306,15 +304,9 @@ class DecodeStep:
         """The prepared step runs now. ``slots``: (rows,) int64 on the device, the live slot of each row; negative: padding."""
         self.rows = RingRows(slots, **{name: tensor[: len(slots)] for name, tensor in self._tensors.items()})
 
-    def flushed(
-        self, live_indices: Sequence[int], ends: Sequence[int], slots: Sequence[int], kept: Sequence[int]
-    ) -> RingRows:
-        """The rows of a launch that advances the states of these live indices to ``ends``; ``slots``, ``kept``: rows of states."""
+    def advance(self, live_indices: Sequence[int], ends: Sequence[int]) -> Sequence[int]:
+        """The states of these live indices will be those at ``ends``, by a launch of its own. Returns where they are."""
         own = np.array(live_indices)
-        fields = (slots, live_indices, ends, self.origins[own].tolist(), ends, kept)
+        origins: list[int] = self.origins[own].tolist()
         self.origins[own] = ends
-        padding = [NO_SLOT] * (
-            len(own) % 2
-        )  # each field is aligned as Triton's specialisation looks at it: one kernel for any number
-        fields_on_device = ids_on_device(chain(*((*values, *padding) for values in fields)), self._buffer.device)
-        return RingRows(*fields_on_device.view(len(fields), -1))
+        return origins

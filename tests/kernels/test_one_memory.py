@@ -372,7 +372,7 @@ def test_a_plugins_layer(place, request):
         of_layer, ring = {"sum": sum[LAYER]}, {"sum_after": after.clone()}
         rows = RingRows(at(slots), torch.arange(3, device=device), positions, origins, origins, at(kept))
         Adding().slot_decode_rows(inputs, of_layer, ring, rows)
-        LayerKind.flush(None, of_layer, ring, rows._replace(positions=positions + 2, ends=positions + 2))
+        LayerKind.flush(None, of_layer, ring, {"sum": rows._replace(positions=positions + 2, ends=positions + 2)})
         return ring["sum_after"]
 
     check_same(memory, step, {}, states)
