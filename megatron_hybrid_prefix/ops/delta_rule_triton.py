@@ -608,7 +608,8 @@ def _update_kernel(
         real, own = of_head < REPEAT - first // PIECES, (of_head + first // PIECES) * PIECES
         own = real & (own >= first) & (own < last)
         # Of each token, by head; then of each token's key and query, and of those by earlier keys.
-        decays, gains, rows, seen, met = (), (), (), (), ()
+        none: tl.tuple = ()
+        decays, gains, rows, seen, met = none, none, none, none, none
         for t in tl.static_range(TOKENS):
             of_gates = of_row + t * heads + first_head + of_head
             gate = tl.load(log_decay_ptr + of_gates, mask=real, other=0.0)
@@ -634,15 +635,14 @@ def _update_kernel(
             state = tl.load(of_piece, mask=k_mask[:, None] & v_mask[None, :], other=0.0)
             of_entries = of_written + of_channel + at[:, None] * (heads * V) + in_v[None, :]
             written = tl.load(of_entries, mask=(new < 0)[:, None] & v_mask[None, :], other=0.0)
-            values, gates = (), ()
+            values, gates, heard, fresh = none, none, none, none  # of each token
             for t in tl.static_range(TOKENS):
                 of_v = v_ptr + row * stride_v_row + t * stride_v_token + of_channel + in_v
                 values += (tl.load(of_v, mask=v_mask, other=0.0).to(tl.float32),)
                 gates += (tl.sum(tl.where(this, decays[t], 0.0), 0),)
             older = tl.sum(tl.where(this[None, :], later, 0.0), 1)
             oldest = tl.sum(tl.where(this, decay, 0.0), 0)
-            heard = ()  # what the state and the entries say to each token's key and query
-            if DOTS:
+            if DOTS:  # what the state and the entries say to each token's key and query
                 left = tl.full([2 * BLOCK_T], 1.0, tl.float32)
                 for t in tl.static_range(TOKENS):
                     left *= tl.where(token >= t, gates[t], 1.0)
@@ -657,7 +657,6 @@ def _update_kernel(
                     left *= gates[r // 2] if r % 2 == 0 else 1.0
                     old = tl.sum(written.to(tl.float32) * (seen[r] * older)[:, None], 0)
                     heard += ((tl.sum(state.to(tl.float32) * rows[r], 0) * oldest + old) * left,)
-            fresh = ()
             for t in tl.static_range(TOKENS):
                 for r in tl.static_range(2):
                     total = heard[2 * t + r]

@@ -461,7 +461,7 @@ def _update_kernel(
         if TOKENS > 1:
             weights = tl.where(token[:, None] <= of_token[None, :], weights, 0.0)
         in_parts = tl.arange(0, BLOCK_N // PART_N)[:, None] * PART_N + tl.arange(0, PART_N)[None, :]
-        wide = ()  # C of each token, for a state that meets it without tensor cores: each thread first adds its own products
+        wide: tl.tuple = ()  # C of each token, for a state that meets it without tensor cores: each thread first adds its own products
         if not CORES or states_ptr.dtype.element_ty == tl.float32:
             for now in tl.static_range(TOKENS):
                 of_C = of_new + now * (width + heads // REPEAT * N) + heads // REPEAT * N + to_B + in_parts

@@ -98,25 +98,20 @@ def entry_at(position: tl.tensor, number: tl.tensor, entries: tl.tensor) -> tl.t
 
 
 @jit
-def _parts_of(x: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """What float32 is the sum of, in bfloat16."""
-    high = x.to(tl.bfloat16)
-    rest = x - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
-
-
-@jit
 def times(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     """Their product with the accuracy of float32. What has 16 bits is multiplied as it is, float32 by it in three parts."""
     if a.dtype == b.dtype and a.dtype != tl.float32:
         product = tl.dot(a, b)
-    elif a.dtype == tl.bfloat16 and b.dtype == tl.float32:
-        high, middle, low = _parts_of(b)
-        product = tl.dot(a, high) + tl.dot(a, middle) + tl.dot(a, low)
-    elif a.dtype == tl.float32 and b.dtype == tl.bfloat16:
-        high, middle, low = _parts_of(a)
-        product = tl.dot(high, b) + tl.dot(middle, b) + tl.dot(low, b)
+    elif a.dtype == tl.bfloat16 or b.dtype == tl.bfloat16:
+        wide = a if a.dtype == tl.float32 else b
+        high = wide.to(tl.bfloat16)
+        rest = wide - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        if a.dtype == tl.float32:
+            product = tl.dot(high, b) + tl.dot(middle, b) + tl.dot(low, b)
+        else:
+            product = tl.dot(a, high) + tl.dot(a, middle) + tl.dot(a, low)
     else:
         product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return product
