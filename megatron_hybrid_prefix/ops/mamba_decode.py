@@ -181,7 +181,7 @@ def update_states(
     out = torch.empty((count, tokens, heads * headdim), dtype=xBC.dtype, device=xBC.device)
     if count:
         parts, most = triton.cdiv(headdim, tile["BLOCK_P"]), min(_HEADS, tile["COLUMNS"] // tile["BLOCK_T"])
-        groups, programs = heads // repeat, _PROGRAMS * multiprocessors(xBC.device)
+        groups, programs = heads // repeat, _PROGRAMS // max(1, tokens) * multiprocessors(xBC.device)
         together = at_once(most, repeat, count * parts * groups, programs)
         given = xBC, dt, A, D, dt_bias, xBC if z is None else z, out, states, *ring, *rows, *dt.stride()[:2]
         strides = *((0, 0) if z is None else z.stride()[:2]), *(tensor.stride(0) for tensor in (states, *ring))
