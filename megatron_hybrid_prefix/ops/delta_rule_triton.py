@@ -34,7 +34,7 @@ PART = 16
 """Rows of the diagonal blocks that are inverted by substitution."""
 
 _BYTES = 16384  # of a state, some columns of it, that a program of a decode reads at once
-_WARPS, _STAGES, _REGISTERS = 2, 3, None  # of such a program; of its loop over them; of a thread at most
+_WARPS, _STAGES, _REGISTERS = 2, 3, 160  # of such a program; of its loop over them; of a thread at most
 _FLUSH, _AHEAD = 32, 4  # rows of a state that are advanced at once, and stages of that loop
 _PIECES = 8  # that a program takes at most
 _PROGRAMS = 3  # of a multiprocessor; a program takes fewer before there are fewer
@@ -218,8 +218,12 @@ def update_tile(key_size: int, value_size: int, itemsize: int, entries: int, tok
     tile = {"K": key_size, "V": value_size, "TOKENS": tokens, "BLOCK_T": max(8, triton.next_power_of_2(tokens))}
     tile |= {"ENTRIES": entries, "BLOCK_E": max(16, triton.next_power_of_2(together)), "BLOCK_K": block_k}
     tile |= {"BLOCK_V": columns, "PART_K": min(_FLUSH, block_k), "HEADS": triton.next_power_of_2(_PIECES)}
-    warps = _WARPS * (2 if tokens > 1 or together > 32 or key_size < block_k else 1)  # for registers
-    return tile | {"STAGES": _STAGES, "AHEAD": _AHEAD, "num_warps": warps, "maxnreg": _REGISTERS}
+    more = (
+        tokens > 1 or together > 32 or key_size < block_k
+    )  # warps, for their registers; else programs of a multiprocessor
+    few = None if more or block_k > 128 else _REGISTERS
+    tile |= {"num_warps": 2 * _WARPS if more else _WARPS, "maxnreg": few}
+    return tile | {"STAGES": _STAGES, "AHEAD": _AHEAD}
 
 
 def contiguous_from(tensor: torch.Tensor, dim: int) -> torch.Tensor:

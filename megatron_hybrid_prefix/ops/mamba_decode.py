@@ -20,7 +20,7 @@ _CHANNELS = 256  # of a program of the convolution, two a thread
 _BYTES = 16384  # of a head's state that a program reads at once
 _WARPS, _STAGES, _REGISTERS = 2, 3, None  # of a program; of its loop over heads; of a thread at most
 _HEADS, _COLUMNS = 4, 8  # that a program takes at most, and their tokens in all
-_PROGRAMS = 16  # of a multiprocessor; a program has fewer heads before there are fewer
+_PROGRAMS = 8  # of a multiprocessor; a program has fewer heads before there are fewer
 _FLUSH, _AHEAD = 16, 4  # rows of a state that are advanced at once, and stages of that loop
 _CORES = True  # whether inputs of 16 bits meet on tensor cores
 
@@ -226,7 +226,7 @@ def _entries(
 
 def tile_of(headdim: int, d_state: int, itemsize: int, entries: int, tokens: int) -> dict[str, Any]:
     """What a program reads of a matrix (headdim, d_state) and of entries, in so many warps: the same for any number of matrices."""
-    width, together = triton.next_power_of_2(d_state), max(16, triton.next_power_of_2(entries))
+    width, together = (max(16, triton.next_power_of_2(size)) for size in (d_state, entries))
     rows, columns = triton.next_power_of_2(headdim), triton.next_power_of_2(max(1, tokens))
     rows = min(rows, max(16, _BYTES // (width * itemsize)))
     tile = {"P": headdim, "N": d_state, "TOKENS": tokens, "BLOCK_P": rows, "BLOCK_N": width, "BLOCK_E": together}
