@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from megatron_hybrid_prefix.mcore.state.layout import ModelStates
     from megatron_hybrid_prefix.pool.layout import SlotLayout, StateLayout
 
-_SLOTS, _RINGS, _KEPT = map(RingRows._fields.index, ("slots", "rings", "kept"))
+_FIELDS = tuple(RingRows.__annotations__)
+_SLOTS, _RINGS, _KEPT = map(_FIELDS.index, ("slots", "rings", "kept"))
 
 
 class LiveSlots:
@@ -111,7 +112,9 @@ class StateMemory:
             [self._views(tensors, layouts, number) for number in range(len(self._kinds))]
             for tensors, layouts in ((memory.states, states.slots.kinds), (memory.rings, memory.ring_layout.kinds))
         )
-        self._flushes = [_FlushedKind(kind.kind, memory, states.slots, max_requests) for kind in states.slots.kinds]
+        self._flushes = [
+            _FlushedKind(kind.kind, memory, states.slots, max_requests) for kind in states.slots.kinds if kind.layers
+        ]
 
     def _views(
         self, tensors: dict[str, torch.Tensor], layouts: Sequence[StateLayout], number: int
@@ -129,7 +132,7 @@ class StateMemory:
 
     def compile_flush(self) -> None:
         """Launch the kernels of `flush` for nothing, so that none is compiled while requests wait."""
-        self._flush(*[[NO_SLOT]] * len(RingRows._fields))
+        self._flush(*[[NO_SLOT]] * len(_FIELDS))
 
     def _flush(self, *fields: Sequence[int]) -> None:
         """One launch for each component of a kind's states, whatever the number of layers."""
@@ -137,6 +140,8 @@ class StateMemory:
         # An even number: each field is aligned as Triton's specialisation looks at it, and one kernel compiled for all.
         rows = np.pad(rows, ((0, 0), (0, rows.shape[1] % 2)), constant_values=NO_SLOT)
         tables = [table for kind in self._flushes for table in kind.tables(rows)]
+        if not tables:  # of a pipeline stage without recurrent layers
+            return
         numbers = ids_on_device(np.concatenate(tables, axis=None).tolist(), self.memory.buffer.device)
         parts = iter(numbers.split([table.size for table in tables]))
         for kind in self._flushes:
@@ -180,5 +185,5 @@ class _FlushedKind:
 
     def launch(self, parts: Iterator[torch.Tensor]) -> None:
         """``parts``: the tables, on the device, flat."""
-        rows = {name: RingRows(*next(parts).view(len(RingRows._fields), -1)) for name in self._states}
+        rows = {name: RingRows(*next(parts).view(len(_FIELDS), -1)) for name in self._states}
         self._kind.flush(self._states, self._rings, rows)
