@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.metrics import NotReused
 from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update
@@ -28,6 +28,9 @@ from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.protocol import GenerationRequest, Prompt, ServedModel
 from megatron_hybrid_prefix.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from megatron_hybrid_prefix.serve.answers import AnswerParts
+
 logger = logging.getLogger(__name__)
 
 
@@ -42,12 +45,18 @@ class Choice:
         most_tokens: int,
         request: GenerationRequest,
         tokenizer: Tokenizer,
+        parts: AnswerParts | None = None,
     ) -> None:
-        self.index, self.prompt, self.task = index, prompt, task
+        self.index, self.prompt, self.task, self.parts = index, prompt, task, parts
         self._is_ids = isinstance(request.body, GenerateBody)
         all_notes = self._is_ids or request.body.return_token_ids
         self.text = TextStream(
-            tokenizer, task.stop, min_tokens=request.body.min_tokens, all_notes=all_notes, before=prompt.tokens
+            tokenizer,
+            task.stop,
+            min_tokens=request.body.min_tokens,
+            all_notes=all_notes,
+            before=prompt.tokens,
+            kept="" if parts is None else parts.marks,
         )
         self._most_tokens, self._stop_tokens, self._tokenizer = most_tokens, request.stop_tokens, tokenizer
         self._ends = request.stop_tokens | {task.sampling["termination_id"]}
@@ -98,6 +107,26 @@ class Choice:
             routes = update.routes[: len(self.prompt.tokens) + self.tokens - 1]
             self.routes = _npy(routes[self._request.body.routed_experts_prompt_start :])
         return text, self.text.notes(last=self.finish_reason is not None or self._is_ids)
+
+    def deltas(self, text: str) -> list[dict[str, Any]]:
+        """What the text adds to the message of a chat. Sets ``finish_reason`` if the answer ends with calls of tools."""
+        if self.parts is None:
+            return [{"content": text}] if text else []
+        deltas = self.parts.feed(text, last=self.finish_reason is not None)
+        if self.finish_reason == "stop" and self.parts.calls:
+            self.finish_reason = "tool_calls"
+        return deltas
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The message of a chat whose answer is this text."""
+        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+        for delta in self.deltas(text):
+            for name, part in delta.items():
+                message[name] = message.get(name, type(part)()) + part
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [{name: call[name] for name in call if name != "index"} for call in calls]
+            message["content"] = message["content"] or None
+        return message
 
     def _take_prompt(self, update: Update) -> None:
         body, tokens, log_probs = self._request.body, self.prompt.tokens, update.prompt_log_probs
@@ -164,7 +193,10 @@ class Generation:
             deliver=lambda update: self._updates.put_nowait((choice, update)),
             stop=self.request.stop,
         )
-        choice = Choice(len(self.choices), prompt, task, most_tokens, self.request, served.tokenizer)
+        body, answers = self.request.body, served.chat.answers
+        is_parsed = isinstance(body, ChatBody) and answers is not None
+        parts = answers.parts(prompt.text, body.tools if body.calls_tools else []) if is_parsed else None
+        choice = Choice(len(self.choices), prompt, task, most_tokens, self.request, served.tokenizer, parts)
         self.choices.append(choice)
 
     def __enter__(self) -> Generation:
@@ -230,7 +262,7 @@ class Generation:
         choices = []
         for choice in self.choices:
             text = texts[choice.index]
-            said = {"role": "assistant", "content": text, "refusal": None} if self._is_chat else text
+            said = choice.message(text) if self._is_chat else text
             entry = self._entry(choice, said, notes[choice.index], choice.finish_reason, is_first=True)
             if self._is_completion and self.request.body.prompt_logprobs is not None:
                 entry["prompt_logprobs"] = choice.prompt_logprobs
@@ -250,12 +282,16 @@ class Generation:
         async for choice, text, notes in self.pieces():
             is_first = choice not in begun
             begun.add(choice)
+            deltas = choice.deltas(text) if self._is_chat else []
             last = choice.finish_reason
             if self._is_chat:
                 if is_first:
                     yield self._chunk(choice, {"role": "assistant", "content": "", "refusal": None}, [], is_first=True)
-                if text or notes:
-                    yield self._chunk(choice, {"content": text}, notes)
+                if notes and not deltas:
+                    deltas = [{"content": ""}]
+                for delta in deltas:
+                    yield self._chunk(choice, delta, notes)
+                    notes = []
                 if last is not None:
                     yield self._chunk(choice, {}, [], last)
             else:
