@@ -77,7 +77,7 @@ class AnswerForm:
             edges["tool_calls"] = _MARKS  # also of a call that does not parse
         if all(edges.values()):
             edges[""] = {}  # what is in no field, which the parser leaves out
-        self._edges = [(load_response_template(anchor | {"fields": edges}), str(edges).replace("\\", ""))]
+        self._edges = [(load_response_template(anchor | {"fields": edges}), str((edges, call)).replace("\\", ""))]
         edges.pop("tool_calls", None)
         self._edges.append((load_response_template(anchor | {"fields": edges}), str(edges).replace("\\", "")))
 

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.mcore.engine import sampling
 from megatron_hybrid_prefix.serve.answers import AnswerForm, AnswerParts, known_template
+from megatron_hybrid_prefix.serve.backend import Update
 from megatron_hybrid_prefix.serve.chat_template import ChatForm, load_chat_form
 from megatron_hybrid_prefix.serve.detokenizer import TextStream
 from megatron_hybrid_prefix.serve.errors import ApiError
@@ -66,7 +67,7 @@ def tools_server(tiny: Any) -> Iterator[Server]:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Texts that are sampled, by the seed of the request."""
+    """Texts that the engine samples, by the seed of the request."""
     texts: list[str] = []
 
     def forced(logits: torch.Tensor, request: Any, generator: Any) -> torch.Tensor:
@@ -74,6 +75,23 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return torch.tensor(tokens[len(request.answer)])
 
     monkeypatch.setattr(sampling, "sample", forced)
+    return texts
+
+
+@pytest.fixture
+def told(tools_server: Server, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Texts that come without an engine, a few tokens at a time."""
+    texts: list[str] = []
+
+    def submit(task: Any) -> None:
+        tokens = [*texts[task.sampling["sampling_options"]["seed"]].encode(), 257]
+        tokens = tokens[: task.sampling["num_tokens_to_generate"]]
+        for at in range(0, len(tokens), 3):
+            some = tokens[at : at + 3]
+            task.deliver(Update(tokens=some, log_probs=[-1.0] * len(some), finished=tokens[at + 3 :] == []))
+
+    monkeypatch.setattr(tools_server.loop, "submit", submit)
+    monkeypatch.setattr(tools_server.loop, "abort", lambda task: None)
     return texts
 
 
@@ -114,10 +132,10 @@ FORCED = {
 }
 
 
-def test_thoughts_text_and_calls_plain_and_streamed(tools_server, answers):
+def test_thoughts_text_and_calls_plain_and_streamed(tools_server, told):
     unparsed = tools_server.metrics()["unparsed_tool_calls_total", ()]
     for seed, (text, expected) in enumerate(FORCED.values()):
-        answers.append(text)
+        told.append(text)
         whole = ask(tools_server, seed).choices[0]
         assert said(whole) == expected
         choice, deltas = streamed(tools_server, seed)
@@ -140,9 +158,9 @@ def test_thoughts_text_and_calls_plain_and_streamed(tools_server, answers):
     )
 
 
-def test_log_probs_are_those_of_all_tokens(tools_server, answers):
-    answers.append(FORCED["calls after text"][0])
-    tokens = len(answers[0].encode()) + 1
+def test_log_probs_are_those_of_all_tokens(tools_server, told):
+    told.append(FORCED["calls after text"][0])
+    tokens = len(told[0].encode()) + 1
     assert len(ask(tools_server, 0, logprobs=True).choices[0].logprobs.content) == tokens
     chunks = tools_server.events(
         "/v1/chat/completions", CHAT | {"tools": TOOLS, "seed": 0, "logprobs": True, "max_tokens": 500}
@@ -154,8 +172,9 @@ def test_log_probs_are_those_of_all_tokens(tools_server, answers):
 def test_a_loop_of_five_calls_keeps_the_prefix(tools_server, answers, salt):
     """Also where a turn must not call, and to the last block that did not change."""
     messages, before = [{"role": "system", "content": "Be brief. " * 20}, {"role": "user", "content": "Run it."}], 0
+    call = "<tool_call>\n<function=run>\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"
     for turn in range(5):
-        answers.append(f"Run {turn}.\n</think>\n\nOnce more:\n{CALL_XML}")
+        answers.append(f"{turn}\n</think>\n\nGo:\n{call}")
         fields = {"extra_body": salt, "tool_choice": "none" if turn == 3 else "auto"}
         answer = ask(tools_server, turn, messages, **fields)
         assert cached(answer) == before // BLOCK * BLOCK, turn
