@@ -14,16 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, Self, TypedDict
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from megatron_hybrid_prefix.sampling import GREEDY_TEMPERATURE
@@ -60,16 +51,18 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(_UNSUPPORTED.split(), _N
 }
 
 # What a chat template gets from the server, not from ``chat_template_kwargs``.
-_RESERVED = """
-    messages conversations chat_template tools documents add_generation_prompt continue_final_message return_assistant_tokens_mask
-"""
+_RESERVED = "messages conversations chat_template tools documents return_assistant_tokens_mask " + (
+    "add_generation_prompt continue_final_message"
+)
 Stop = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
 MostTokens = Annotated[int, Field(ge=0, le=2**31)]
 TopCount = Annotated[int, Field(ge=0, le=20)]
 Integers = Annotated[list[int], Field(fail_fast=True)]
 Prompts = Annotated[list[str | Integers], Field(fail_fast=True, min_length=1, max_length=MOST_SEQUENCES)]
-Breakpoints = Annotated[Integers, Field(max_length=MOST_BREAKPOINTS), AfterValidator(lambda value: sorted(set(value)))]
+Breakpoints = Annotated[
+    Integers, Field(max_length=MOST_BREAKPOINTS), WrapValidator(lambda value, check: sorted(set(check(value))))
+]
 TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,18})$")]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -169,7 +162,7 @@ class Message(Fields):
 
 
 class Schema(TypedDict, total=False):
-    """The JSON schema of a tool's arguments, as far as a template and the parser of calls rely on it."""
+    """What is checked of the JSON schema of a tool's arguments."""
 
     type: Literal["object"]
     properties: dict[str, dict[str, Any] | bool]
@@ -180,7 +173,6 @@ class Function(TypedDict):
     """A function that a model may call."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,256}$")]
-    description: NotRequired[str | None]
     parameters: NotRequired[Schema | None]
 
 
