@@ -36,6 +36,7 @@ _CALLS: dict[str, dict[str, Any]] = {
 }
 # Names of fields in response templates, and in answers.
 _KEYS = {"content": "content"} | dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "reasoning_content")
+Tools = Sequence[dict[str, Any]]
 _ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
@@ -49,13 +50,17 @@ def known_template(chat_template: str) -> dict[str, Any] | None:
 
 
 class AnswerForm:
-    """How a model writes its answers: a response template of transformers. Raises ValueError if it is none."""
+    """How a model writes its answers: a response template of transformers. Raises ValueError if it is none.
+
+    Attributes:
+        call: The form of calls; None: there is none.
+    """
 
     def __init__(self, template: dict[str, Any]) -> None:
         load_response_template(template)
         anchor = {name: value for name, value in template.items() if name.startswith("start_anchor")}
         call = template["fields"].get("tool_calls")
-        self._call = call and load_response_template(anchor | {"fields": {"tool_calls": call}})
+        self.call = call and load_response_template(anchor | {"fields": {"tool_calls": call}})
         edges = {}  # of fields, without what is in them; where an answer ends the server knows
         for name, field in template["fields"].items():
             kept = {key: value for key, value in field.items() if key.startswith(("open", "close"))}
@@ -67,27 +72,22 @@ class AnswerForm:
         without = {name: edge for name, edge in edges.items() if name != "tool_calls"}
         self._kinds = [(load_response_template(anchor | {"fields": fields}), fields) for fields in (edges, without)]
 
-    @property
-    def has_calls(self) -> bool:
-        """Whether there is a form of calls."""
-        return self._call is not None
-
-    def parts(self, prompt: str, tools: Sequence[dict[str, Any]]) -> AnswerParts | None:
+    def parts(self, prompt: str, tools: Tools) -> AnswerParts | None:
         """The parts of an answer after a prompt, with calls of these tools; None: it has only text."""
         edges, fields = self._kinds[not tools]
-        marks = str((fields, tools and self._call)).replace("\\", "")
+        marks = str((fields, tools and self.call)).replace("\\", "")
         return AnswerParts(self, edges, marks, prompt, tools) if len(fields) > 1 else None
 
-    def calls_in(self, text: str, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def calls_in(self, text: str, tools: Tools) -> list[dict[str, Any]]:
         """The calls that a text is, in the form of the API; empty: it does not parse as a whole."""
-        assert self._call is not None
-        field = self._call.fields["tool_calls"]
+        assert self.call is not None
+        field = self.call.fields["tool_calls"]
         try:
             if tag := field.content_args.get("tag_pattern"):
                 left = regex.sub(tag, "", text, flags=regex.DOTALL)
                 if not field.close_re.fullmatch(left[field.open_re.match(left).end() :].strip()):
                     return []
-            found = parse_response(text, self._call, prefix="", tools=list(tools))["tool_calls"]
+            found = parse_response(text, self.call, prefix="", tools=list(tools))["tool_calls"]
             return [_api_call(**call["function"]) for call in (found if isinstance(found, list) else [found])]
         except _ERRORS:
             return []
@@ -111,7 +111,7 @@ class AnswerParts:
         unparsed: Number of calls that came back as text.
     """
 
-    def __init__(self, form: AnswerForm, edges: Any, marks: str, prompt: str, tools: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, form: AnswerForm, edges: Any, marks: str, prompt: str, tools: Tools) -> None:
         self.marks, self.calls, self.unparsed = marks, 0, 0
         self._form, self._tools, self._fields = form, tools, edges.fields
         self._parser = ResponseParser(edges, prefix=prompt)
@@ -133,7 +133,7 @@ class AnswerParts:
     def _take(self, event: str, name: str, text: str) -> None:
         field, start = self._fields[name], self._at
         self._at += len(text)
-        if event == "region_chunk" and name != "tool_calls":
+        if event == "region_chunk" and name in _KEYS:
             self._say(name, text)
         if event == "region_chunk" or field.open_re is None:
             return
@@ -160,5 +160,5 @@ class AnswerParts:
         text = self._held + text if self._has_begun else text.lstrip()
         shown = text.rstrip()
         self._held, self._has_begun = text[len(shown) :], self._has_begun or bool(shown)
-        if shown and name in _KEYS:
+        if shown:
             self._deltas.append({_KEYS[name]: shown})

@@ -161,30 +161,24 @@ class Message(Fields):
         return message
 
 
-class Schema(TypedDict, total=False):
-    """What is checked of the JSON schema of a tool's arguments."""
-
+# What is checked of a tool, and of the schema of its arguments. Templates get what was sent, with its order and further keys.
+class _Schema(TypedDict, total=False):
     type: Literal["object"]
     properties: dict[str, dict[str, Any] | bool]
     required: list[str]
 
 
-class Function(TypedDict):
-    """A function that a model may call."""
-
+class _Function(TypedDict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,256}$")]
-    parameters: NotRequired[Schema | None]
+    parameters: NotRequired[_Schema | None]
 
 
-class Tool(TypedDict):
-    """An entry of ``tools``."""
-
+class _Tool(TypedDict):
     type: Literal["function"]
-    function: Function
+    function: _Function
 
 
-# Templates get what was sent, with its order and further keys.
-AnyTool = Annotated[Tool, WrapValidator(lambda value, check: check(value) and value)]
+Tool = Annotated[_Tool, WrapValidator(lambda value, check: check(value) and value)]
 
 
 def _arguments(call: Any) -> Any:
@@ -318,7 +312,7 @@ class ChatBody(Body):
     add_generation_prompt: bool = True
     reasoning_effort: str | None = None  # a variable for the chat template
     continue_final_message: bool = False
-    tools: Annotated[list[AnyTool], Field(fail_fast=True)] = []
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = []
     tool_choice: Any = None
 
     @property
@@ -350,11 +344,10 @@ class ChatBody(Body):
             raise bad("'tool_choice' is not supported by this server.", "tool_choice", "unsupported_parameter")
         if reserved := sorted(self.chat_template_kwargs.keys() & _RESERVED.split()):
             raise bad(f"'chat_template_kwargs' must not set {', '.join(reserved)}.", "chat_template_kwargs")
-        if self.continue_final_message:
-            if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
-                raise bad("'continue_final_message' excludes 'add_generation_prompt'.", "continue_final_message")
-            if self.messages[-1].role != "assistant":
-                raise bad("'continue_final_message' needs a last message of the assistant.", "continue_final_message")
+        begins = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
+        if self.continue_final_message and (begins or self.messages[-1].role != "assistant"):
+            problem = "needs a last message of the assistant, and no 'add_generation_prompt'"
+            raise bad(f"'continue_final_message' {problem}.", "continue_final_message")
         if sum(len(message.marks) for message in self.messages) > MOST_BREAKPOINTS:
             raise bad(f"A request may have at most {MOST_BREAKPOINTS} 'cache_control'.", "messages")
         for number in self.cache_breakpoints or ():
@@ -440,8 +433,8 @@ def _api_error(problems: list[ErrorDetails]) -> ApiError:
     field = problems[0]["loc"][:1]
     found = [problem for problem in problems if problem["loc"][:1] == field]
     problem = max(found, key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])))
-    place = problem["loc"] if field in (("messages",), ("stream_options",), ("tools",)) else field
-    place = place[:4] if field == ("tools",) else place  # further names are the client's, of any form
+    parts = {("messages",): None, ("stream_options",): None, ("tools",): 4}  # further names of a tool are of any form
+    place = problem["loc"][: parts.get(field, 1)]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
     if problem["type"] == "missing":
         return bad(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")

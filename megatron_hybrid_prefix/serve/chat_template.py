@@ -76,7 +76,7 @@ class ChatForm:
     @property
     def calls_tools(self) -> bool:
         """Whether prompts can have tools, and answers calls of them."""
-        return self.answers is not None and self.answers.has_calls and "tools" in (self._template or "")
+        return self.answers is not None and self.answers.call is not None and "tools" in (self._template or "")
 
     @property
     def stop(self) -> list[str]:

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_hybrid_prefix.metrics import NotReused
 from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update
@@ -28,9 +28,6 @@ from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.protocol import GenerationRequest, Prompt, ServedModel
 from megatron_hybrid_prefix.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from megatron_hybrid_prefix.serve.answers import AnswerParts
-
 logger = logging.getLogger(__name__)
 
 
@@ -45,19 +42,15 @@ class Choice:
         most_tokens: int,
         request: GenerationRequest,
         tokenizer: Tokenizer,
-        parts: AnswerParts | None = None,
+        parts: Any = None,
     ) -> None:
-        self.index, self.prompt, self.task, self.parts = index, prompt, task, parts
+        self.index, self.prompt, self.task = index, prompt, task
+        self.parts = parts  # `AnswerParts`; None: the answer is text
         self._is_ids = isinstance(request.body, GenerateBody)
         all_notes = self._is_ids or request.body.return_token_ids
-        self.text = TextStream(
-            tokenizer,
-            task.stop,
-            min_tokens=request.body.min_tokens,
-            all_notes=all_notes,
-            before=prompt.tokens,
-            kept="" if parts is None else parts.marks,
-        )
+        kept = "" if parts is None else parts.marks
+        options: dict[str, Any] = {"all_notes": all_notes, "before": prompt.tokens, "kept": kept}
+        self.text = TextStream(tokenizer, task.stop, min_tokens=request.body.min_tokens, **options)
         self._most_tokens, self._stop_tokens, self._tokenizer = most_tokens, request.stop_tokens, tokenizer
         self._ends = request.stop_tokens | {task.sampling["termination_id"]}
         self._request = request
@@ -287,11 +280,8 @@ class Generation:
             if self._is_chat:
                 if is_first:
                     yield self._chunk(choice, {"role": "assistant", "content": "", "refusal": None}, [], is_first=True)
-                if notes and not deltas:
-                    deltas = [{"content": ""}]
-                for delta in deltas:
-                    yield self._chunk(choice, delta, notes)
-                    notes = []
+                for number, delta in enumerate(deltas or [{"content": ""}] * bool(notes)):
+                    yield self._chunk(choice, delta, [] if number else notes)
                 if last is not None:
                     yield self._chunk(choice, {}, [], last)
             else:
