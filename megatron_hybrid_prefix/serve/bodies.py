@@ -433,7 +433,7 @@ def _api_error(problems: list[ErrorDetails]) -> ApiError:
     field = problems[0]["loc"][:1]
     found = [problem for problem in problems if problem["loc"][:1] == field]
     problem = max(found, key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])))
-    parts = {("messages",): None, ("stream_options",): None, ("tools",): 4}  # further names of a tool are of any form
+    parts: dict[Any, int | None] = {("messages",): None, ("stream_options",): None, ("tools",): 4}
     place = problem["loc"][: parts.get(field, 1)]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
     if problem["type"] == "missing":

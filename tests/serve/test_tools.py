@@ -95,78 +95,69 @@ def told(tools_server: Server, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
-def ask(server: Server, seed: int, messages: Any = CHAT["messages"], **fields: Any) -> Any:
-    fields = {"model": "tiny", "messages": messages, "tools": TOOLS, "seed": seed, "max_tokens": 500} | fields
-    return server.client().chat.completions.create(**fields)
+def ask(server: Server, seed: int, **fields: Any) -> Any:
+    return server.client().chat.completions.create(**CHAT | {"tools": TOOLS, "seed": seed, "max_tokens": 500} | fields)
 
 
-def streamed(server: Server, seed: int, **fields: Any) -> tuple[Any, list[Any]]:
+def streamed(server: Server, seed: int) -> tuple[Any, list[Any]]:
     """The answer as the `openai` client puts it together, and the deltas."""
-    fields = {"model": "tiny", "messages": CHAT["messages"], "tools": TOOLS, "seed": seed, "max_tokens": 500} | fields
-    deltas = []
+    fields = CHAT | {"tools": TOOLS, "seed": seed, "max_tokens": 500}
     with server.client().chat.completions.stream(**fields) as stream:
-        for event in stream:
-            if event.type == "chunk" and event.chunk.choices:
-                deltas.append(event.chunk.choices[0].delta)
+        deltas = [event.chunk.choices[0].delta for event in stream if event.type == "chunk"]
         return stream.get_final_completion().choices[0], deltas
+
+
+def thoughts_of(message: Any) -> str | None:
+    return getattr(message, "reasoning_content", None)
 
 
 def said(choice: Any) -> tuple[Any, ...]:
     message = choice.message
-    calls = [(call.type, call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
-    return getattr(message, "reasoning_content", None), message.content, calls, choice.finish_reason
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
+    return message.content, calls, choice.finish_reason
 
 
-RUN = ("function", "run", ARGUMENTS)
-FORCED = {
-    "thoughts": ("\nI see.\n\nSo\n</think>\n\n Yes. \n", ("I see.\n\nSo", "Yes. \n", [], "stop")),
-    "a call": (f"Run.</think>\n\n{CALL_XML}", ("Run.", None, [RUN], "tool_calls")),
-    "calls after text": (f"</think>\n\nTwo: \n{CALL_XML}\n{CALL_XML}\n", (None, "Two:", [RUN] * 2, "tool_calls")),
-    "a call that does not parse": (
-        f"</think>A\n{CALL_XML.replace('</function>', 'x</function>')}\n{CALL_XML} B",
-        (None, f"A\n{CALL_XML.replace('</function>', 'x</function>')}B", [RUN], "tool_calls"),
-    ),
-    "a call in another form": (f"</think>{CALL_JSON}\n", (None, f"{CALL_JSON}\n", [], "stop")),
-    "a call that is cut off": (f"</think>A {CALL_XML[:40]}", (None, f"A {CALL_XML[:40]}", [], "stop")),
-    "no thought's end": ("So <tool_call>", ("So <tool_call>", "", [], "stop")),
-}
+RUN = ("run", ARGUMENTS)
+BAD = CALL_XML.replace("</function>", "x</function>")
+FORCED = [  # what is generated; thoughts, text, calls, why it ends
+    ("\nI see.\n\nSo\n</think>\n\n Yes. \n", "I see.\n\nSo", "Yes. \n", [], "stop"),
+    (f"Run.</think>\n\n{CALL_XML}", "Run.", None, [RUN], "tool_calls"),
+    (f"</think>\n\nTwo: \n{CALL_XML}\n{CALL_XML}\n", None, "Two:", [RUN] * 2, "tool_calls"),
+    (f"</think>A\n{BAD}\n{CALL_XML} B", None, f"A\n{BAD}B", [RUN], "tool_calls"),
+    (f"</think>{CALL_JSON}\n", None, f"{CALL_JSON}\n", [], "stop"),
+    (f"</think>A {CALL_XML[:40]}", None, f"A {CALL_XML[:40]}", [], "stop"),
+    ("So <tool_call>", "So <tool_call>", "", [], "stop"),
+]
 
 
 def test_thoughts_text_and_calls_plain_and_streamed(tools_server, told):
     unparsed = tools_server.metrics()["unparsed_tool_calls_total", ()]
-    for seed, (text, expected) in enumerate(FORCED.values()):
+    for seed, (text, thoughts, content, calls, reason) in enumerate(FORCED):
         told.append(text)
         whole = ask(tools_server, seed).choices[0]
-        assert said(whole) == expected
+        assert (thoughts_of(whole.message), *said(whole)) == (thoughts, content, calls, reason)
         choice, deltas = streamed(tools_server, seed)
-        thoughts = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
-        assert (thoughts or None, *said(choice)[1:]) == (
-            expected[0],
-            expected[1] or choice.message.content,
-            *expected[2:],
+        assert "".join(thoughts_of(delta) or "" for delta in deltas) == (thoughts or "")
+        assert ((choice.message.content or None), *said(choice)[1:]) == (content or None, calls, reason)
+        parts = [call for delta in deltas for call in delta.tool_calls or ()]
+        assert [part.index for part in parts] == list(range(len(calls))), "one delta for each call"
+        assert all(
+            part.id and part.function.name and json.loads(part.function.arguments) == ARGUMENTS for part in parts
         )
-        assert (choice.message.content or None) == (expected[1] or None)
-        calls = [call for delta in deltas for call in delta.tool_calls or ()]
-        assert [call.index for call in calls] == list(range(len(expected[2]))), "one delta for each call"
-        assert all(call.id and json.loads(call.function.arguments) == ARGUMENTS for call in calls)
-        texts = [delta for delta in deltas if delta.content or getattr(delta, "reasoning_content", None)]
-        assert len(texts) > 3 or "call" in text, "thoughts and text are streamed as they come"
+        texts = [delta for delta in deltas if delta.content or thoughts_of(delta)]
+        assert len(texts) > 3 or "<tool_call>" in text, "thoughts and text are streamed as they come"
     assert tools_server.metrics()["unparsed_tool_calls_total", ()] - unparsed == 2 * 3
-    cut = ask(tools_server, 1, max_tokens=40).choices[0]
-    assert (
-        cut.finish_reason == "length" and cut.message.content.startswith("<tool_call>") and not cut.message.tool_calls
-    )
+    content, calls, reason = said(ask(tools_server, 1, max_tokens=40).choices[0])
+    assert (content[:11], calls, reason) == ("<tool_call>", [], "length")
 
 
 def test_log_probs_are_those_of_all_tokens(tools_server, told):
-    told.append(FORCED["calls after text"][0])
+    told.append(FORCED[2][0])
     tokens = len(told[0].encode()) + 1
     assert len(ask(tools_server, 0, logprobs=True).choices[0].logprobs.content) == tokens
-    chunks = tools_server.events(
-        "/v1/chat/completions", CHAT | {"tools": TOOLS, "seed": 0, "logprobs": True, "max_tokens": 500}
-    )
-    found = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    assert sum(len(each["content"]) for each in found if each) == tokens
+    with ask(tools_server, 0, logprobs=True, stream=True) as chunks:
+        found = [chunk.choices[0].logprobs for chunk in chunks]
+    assert sum(len(each.content) for each in found if each) == tokens
 
 
 def test_a_loop_of_five_calls_keeps_the_prefix(tools_server, answers, salt):
@@ -176,7 +167,7 @@ def test_a_loop_of_five_calls_keeps_the_prefix(tools_server, answers, salt):
     for turn in range(5):
         answers.append(f"{turn}\n</think>\n\nGo:\n{call}")
         fields = {"extra_body": salt, "tool_choice": "none" if turn == 3 else "auto"}
-        answer = ask(tools_server, turn, messages, **fields)
+        answer = ask(tools_server, turn, messages=messages, **fields)
         assert cached(answer) == before // BLOCK * BLOCK, turn
         message = answer.choices[0].message
         assert bool(message.tool_calls) == (turn != 3)
@@ -210,14 +201,15 @@ def test_answers_of_families_do_not_depend_on_their_pieces(family):
     prompt = form.render([{"role": "user", "content": "x"}], variables={"tools": TOOLS})
     assert form.calls_tools and '{"strict": false, "name": "run"' in prompt
     call = CALLS[family]
-    for text in (
+    texts = [
         "a \n b\n",
         f"a\n{call} \n\n{call}\n b ",
         call[:-1],
         call.replace("run", "", 1),
         "<tool_call> </tool_call>",
         "<to",
-    ):
+    ]
+    for text in texts:
         text = "so\n</think>\n" * thinks + text
         made = [form.answers.parts(prompt, TOOLS) for _ in range(20)]
         whole = pieces(made[0], text, random.Random(5))
@@ -227,9 +219,8 @@ def test_answers_of_families_do_not_depend_on_their_pieces(family):
         arguments = [json.loads(found["function"]["arguments"]) for found in whole.get("tool_calls", ())]
         assert arguments == [ARGUMENTS] * right and whole.get("reasoning_content") == ("so" if thinks else None)
     assert (form.answers.parts(prompt, []) is not None) == thinks, "without calls and thoughts there is only text"
-    history = [
-        {"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "run", "arguments": ARGUMENTS}}]}
-    ]
+    calls = [{"function": {"name": "run", "arguments": ARGUMENTS}}]
+    history = [{"role": "assistant", "content": "a", "tool_calls": calls}]
     assert f"a\n{call}" in form.render(history), "a call goes back into a prompt as it was generated"
 
 
@@ -253,29 +244,20 @@ def test_a_folder_says_how_its_answers_are(tmp_path):
     """Its special tokens are what the parser looks for, and nothing else of them is text."""
     folder = make_folder(tmp_path / "tokenizer")
     made = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    made.add_special_tokens(
-        [AddedToken(text, special=True) for text in ("<|call|>", "<|done|>", "<|other|>", "<|final|>")]
-    )
+    made.add_special_tokens([AddedToken(f"<|{name}|>", special=True) for name in ("call", "done", "other", "final")])
     made.save(str(folder / "tokenizer.json"))
     file = folder / "tokenizer_config.json"
-    config = json.loads(file.read_text()) | {
-        "chat_template": "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}<|go|>"
-    }
+    config = json.loads(file.read_text()) | {"chat_template": "{{ tools }}{{ messages }}<|go|>"}
     call = {"open_pattern": r"<\|call\|>(?P<name>\w+)", "close": "<|done|>", "content": "json"}
-    call["transform"] = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+    call["transform"] = {"function": {"name": "{name}", "arguments": "{content}"}}
     fields = {"content": {"open": "<|final|>", "close": "<|other|>"}, "tool_calls": call}
     file.write_text(json.dumps(config | {"response_template": {"start_anchor": "<|go|>", "fields": fields}}))
     form, tokenizer = load_chat_form(None, folder), HuggingFaceTokenizer(folder)
-    for calls, text in ((TOOLS, "Yes"), ([], "Yes")):
-        parts = form.answers.parts("<|go|>", calls)
-        stream = TextStream(tokenizer, kept=parts.marks)
-        tokens = tokenizer.tokenize('none<|final|>Yes<|pad|><|other|>none<|call|>run{"n": 3}<|done|>')
-        message: dict[str, Any] = {}
-        for delta in [delta for token in tokens for delta in parts.feed(stream.feed(token), last=False)] + parts.feed(
-            "", last=True
-        ):
-            message |= {name: message.get(name, type(part)()) + part for name, part in delta.items()}
-        assert message["content"].startswith(text) and parts.calls == len(calls)
+    tokens = tokenizer.tokenize('no <|final|>Yes<pad><|other|>no <|call|>run{"n": 3}<|done|>')
+    for tools in (TOOLS, []):
+        parts = form.answers.parts("<|go|>", tools)
+        text = "".join(map(TextStream(tokenizer, kept=parts.marks).feed, tokens))
+        assert pieces(parts, text, random.Random(1))["content"] == "Yes" and parts.calls == len(tools)
     file.write_text(json.dumps(config | {"response_template": {"fields": {}}}))
     with pytest.raises(InputError, match="response_template"):
         load_chat_form(None, folder)
@@ -290,16 +272,11 @@ def test_what_a_template_gets():
 
     with_tools = prompt(tools=TOOLS)
     assert prompt(tools=TOOLS, tool_choice="none") == with_tools != prompt()
-    calls = [
-        {"id": "1", "type": "function", "function": {"name": "run", "arguments": '{"n": 3}'}},
-        {"function": {"name": "f", "arguments": ""}},
-    ]
+    calls = [{"function": {"name": "run", "arguments": '{"n": 3}'}}, {"function": {"name": "f", "arguments": ""}}]
     turn = {"role": "assistant", "content": None, "tool_calls": calls, "reasoning": "So."}
     text, _ = prompt(messages=[*CHAT["messages"], turn, {"role": "tool", "tool_call_id": "1", "content": "ok"}])
-    assert (
-        "<think>\nSo.\n</think>\n\n\n<tool_call>\n<function=run>\n<parameter=n>\n3\n" in text
-        and "<function=f>\n</function>" in text
-    )
+    assert "<think>\nSo.\n</think>\n\n\n<tool_call>\n<function=run>\n<parameter=n>\n3\n" in text
+    assert "<function=f>\n</function>" in text
     begun = [*CHAT["messages"], {"role": "assistant", "content": "Well, "}]
     for form in (model.chat, ChatForm()):
         model = served(chat=form)
