@@ -332,9 +332,9 @@ class ChatBody(Body):
         return self.add_generation_prompt and not self.continue_final_message
 
     @property
-    def calls_tools(self) -> bool:
-        """Whether answers may call tools. They are rendered in any case, so that the cached prefix is the same."""
-        return bool(self.tools) and self.tool_choice != "none"
+    def called_tools(self) -> list[Any]:
+        """Tools that answers may call. The others are rendered, too, so that the cached prefix is the same."""
+        return [] if self.tool_choice == "none" else [*self.tools]
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:

@@ -105,7 +105,7 @@ class Choice:
         """What the text adds to the message of a chat. Sets ``finish_reason`` if the answer ends with calls of tools."""
         if self.parts is None:
             return [{"content": text}] if text else []
-        deltas = self.parts.feed(text, last=self.finish_reason is not None)
+        deltas: list[dict[str, Any]] = self.parts.feed(text, last=self.finish_reason is not None)
         if self.finish_reason == "stop" and self.parts.calls:
             self.finish_reason = "tool_calls"
         return deltas
@@ -186,9 +186,9 @@ class Generation:
             deliver=lambda update: self._updates.put_nowait((choice, update)),
             stop=self.request.stop,
         )
-        body, answers = self.request.body, served.chat.answers
-        is_parsed = isinstance(body, ChatBody) and answers is not None
-        parts = answers.parts(prompt.text, body.tools if body.calls_tools else []) if is_parsed else None
+        body, answers, parts = self.request.body, served.chat.answers, None
+        if isinstance(body, ChatBody) and answers is not None:
+            parts = answers.parts(prompt.text, body.called_tools)
         choice = Choice(len(self.choices), prompt, task, most_tokens, self.request, served.tokenizer, parts)
         self.choices.append(choice)
 

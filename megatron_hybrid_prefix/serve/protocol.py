@@ -165,7 +165,7 @@ def read_request(
     else:
         param = "token_ids"
         read = [partial(_prompt, param, body.token_ids, body, served)]
-    if isinstance(body, ChatBody) and body.calls_tools and not served.chat.calls_tools:
+    if isinstance(body, ChatBody) and body.called_tools and not served.chat.calls_tools:
         raise bad(
             "'tools' need a chat template with calls that this server knows, or 'tool_choice': \"none\".", "tools"
         )
