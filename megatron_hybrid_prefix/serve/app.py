@@ -263,6 +263,8 @@ class Api:
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         self._metrics.generated.labels(status).inc(usage["completion_tokens"])
         for choice in generation.choices:
+            if choice.parts is not None:
+                self._metrics.unparsed_calls.inc(choice.parts.unparsed)
             if choice.cached_tokens:
                 self._metrics.hit_depth.observe(choice.cached_tokens)
         request.state.facts = f" prompt={usage['prompt_tokens']} cached={cached} generated={usage['completion_tokens']}"

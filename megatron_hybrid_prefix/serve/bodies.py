@@ -12,9 +12,9 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, Self, TypedDict
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from megatron_hybrid_prefix.sampling import GREEDY_TEMPERATURE
@@ -50,13 +50,19 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(_UNSUPPORTED.split(), _N
     "thinking_token_budget": (-1,),
 }
 
+# What a chat template gets from the server, not from ``chat_template_kwargs``.
+_RESERVED = "messages conversations chat_template tools documents return_assistant_tokens_mask " + (
+    "add_generation_prompt continue_final_message"
+)
 Stop = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
 MostTokens = Annotated[int, Field(ge=0, le=2**31)]
 TopCount = Annotated[int, Field(ge=0, le=20)]
 Integers = Annotated[list[int], Field(fail_fast=True)]
 Prompts = Annotated[list[str | Integers], Field(fail_fast=True, min_length=1, max_length=MOST_SEQUENCES)]
-Breakpoints = Annotated[Integers, Field(max_length=MOST_BREAKPOINTS), AfterValidator(lambda value: sorted(set(value)))]
+Breakpoints = Annotated[
+    Integers, Field(max_length=MOST_BREAKPOINTS), WrapValidator(lambda value, check: sorted(set(check(value))))
+]
 TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,18})$")]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -155,12 +161,32 @@ class Message(Fields):
         return message
 
 
+# What is checked of a tool, and of the schema of its arguments. Templates get what was sent, with its order and further keys.
+class _Schema(TypedDict, total=False):
+    type: Literal["object"]
+    properties: dict[str, dict[str, Any] | bool]
+    required: list[str]
+
+
+class _Function(TypedDict):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,256}$")]
+    parameters: NotRequired[_Schema | None]
+
+
+class _Tool(TypedDict):
+    type: Literal["function"]
+    function: _Function
+
+
+Tool = Annotated[_Tool, WrapValidator(lambda value, check: check(value) and value)]
+
+
 def _arguments(call: Any) -> Any:
     """A tool call with its arguments as an object, which is what chat templates expect."""
     match call:
         case {"function": {"arguments": str(text)} as function}:
             try:
-                return call | {"function": function | {"arguments": json.loads(text)}}
+                return call | {"function": function | {"arguments": json.loads(text or "{}")}}
             except (ValueError, RecursionError):
                 return call
     return call
@@ -285,7 +311,8 @@ class ChatBody(Body):
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     reasoning_effort: str | None = None  # a variable for the chat template
-    tools: Any = None
+    continue_final_message: bool = False
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = []
     tool_choice: Any = None
 
     @property
@@ -296,7 +323,18 @@ class ChatBody(Body):
     def variables(self) -> dict[str, Any]:
         """Variables for the chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return effort | self.chat_template_kwargs
+        own = {"tools": self.tools, "continue_final_message": self.continue_final_message}
+        return effort | self.chat_template_kwargs | {name: value for name, value in own.items() if value}
+
+    @property
+    def begins_answer(self) -> bool:
+        """Whether the prompt ends with the start of the answer's turn."""
+        return self.add_generation_prompt and not self.continue_final_message
+
+    @property
+    def called_tools(self) -> list[Any]:
+        """Tools that answers may call. The others are rendered, too, so that the cached prefix is the same."""
+        return [] if self.tool_choice == "none" else [*self.tools]
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
@@ -304,9 +342,12 @@ class ChatBody(Body):
             raise bad("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
         if self.tool_choice not in (None, "none", "auto"):
             raise bad("'tool_choice' is not supported by this server.", "tool_choice", "unsupported_parameter")
-        if self.tools and self.tool_choice != "none":
-            message = "'tools' is not supported by this server unless 'tool_choice' is 'none'."
-            raise bad(message, "tools", "unsupported_parameter")
+        if reserved := sorted(self.chat_template_kwargs.keys() & _RESERVED.split()):
+            raise bad(f"'chat_template_kwargs' must not set {', '.join(reserved)}.", "chat_template_kwargs")
+        begins = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
+        if self.continue_final_message and (begins or self.messages[-1].role != "assistant"):
+            problem = "needs a last message of the assistant, and no 'add_generation_prompt'"
+            raise bad(f"'continue_final_message' {problem}.", "continue_final_message")
         if sum(len(message.marks) for message in self.messages) > MOST_BREAKPOINTS:
             raise bad(f"A request may have at most {MOST_BREAKPOINTS} 'cache_control'.", "messages")
         for number in self.cache_breakpoints or ():
@@ -392,7 +433,8 @@ def _api_error(problems: list[ErrorDetails]) -> ApiError:
     field = problems[0]["loc"][:1]
     found = [problem for problem in problems if problem["loc"][:1] == field]
     problem = max(found, key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])))
-    place = problem["loc"] if field in (("messages",), ("stream_options",)) else field
+    parts: dict[Any, int | None] = {("messages",): None, ("stream_options",): None, ("tools",): 4}
+    place = problem["loc"][: parts.get(field, 1)]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
     if problem["type"] == "missing":
         return bad(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")

@@ -165,6 +165,10 @@ def read_request(
     else:
         param = "token_ids"
         read = [partial(_prompt, param, body.token_ids, body, served)]
+    if isinstance(body, ChatBody) and body.called_tools and not served.chat.calls_tools:
+        raise bad(
+            "'tools' need a chat template with calls that this server knows, or 'tool_choice': \"none\".", "tools"
+        )
     if len(read) * body.n > MOST_SEQUENCES:
         raise bad(f"{len(read)} prompts with n={body.n}: a request may have at most {MOST_SEQUENCES} answers.", "n")
     if (body.echoes_log_probs or body.prompt_logprobs is not None) and not served.gives_prompt_log_probs:
@@ -314,7 +318,7 @@ def _chat_prompt(body: ChatBody, served: ServedModel, check: Callable[[], None])
     text, tokens, before = chat_tokens(
         messages,
         served,
-        begin_answer=body.add_generation_prompt,
+        begin_answer=body.begins_answer,
         add_special_tokens=body.add_special_tokens,
         variables=body.variables,
         locates=has_ends,
@@ -329,7 +333,7 @@ def _chat_prompt(body: ChatBody, served: ServedModel, check: Callable[[], None])
         messages,
         body.cache_breakpoints,
         more=marked,
-        begin_answer=body.add_generation_prompt,
+        begin_answer=body.begins_answer,
         variables=body.variables,
         check=check,
     )
