@@ -21,6 +21,7 @@ from megatron_hybrid_prefix.serve.bodies import (
 )
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.errors import bad, model_not_found, short
+from megatron_hybrid_prefix.text.grammar import AnswerGrammar
 from megatron_hybrid_prefix.text.tokenizer import Tokenizer, TokensBefore, begun, other_ends
 
 # Per token of a text that is tokenized at once. Ordinary text has 3 to 5, but a token may have any number, so a longer text
@@ -214,6 +215,7 @@ def _sampling(body: Body, served: ServedModel, tenant: str | None, stop_tokens: 
             "temperature": 0.0 if body.is_greedy else body.temperature,
             "logit_bias": tuple((int(token), bias) for token, bias in body.logit_bias.items()),
         }
+        | {"structured_outputs": body.grammar}
         | {"top_k": max(0, body.top_k), "top_p": body.top_p or 1.0}
         | {"min_tokens": body.min_tokens if stop_tokens or end >= 0 else 0}  # else nothing ends an answer early
     )
@@ -222,6 +224,8 @@ def _sampling(body: Body, served: ServedModel, tenant: str | None, stop_tokens: 
             options.check_drafts("--num-speculative-tokens, with which this server was started")
         options.check_vocabulary(served.vocab_size)
         check_tokens("stop_token_ids", body.stop_token_ids, served.vocab_size)
+        if options.structured_outputs is not None:
+            AnswerGrammar(options.structured_outputs, served.tokenizer, served.vocab_size, {end, *stop_tokens})
     except FieldError as error:
         raise bad(f"{error}.", error.field) from None
     fields: dict[str, Any] = options.as_fields() | {
