@@ -42,6 +42,15 @@ sys.stdout.write(matcher.get_error())
 """
 
 
+def check_compiles(wanted: Mapping[str, Any]) -> None:
+    """Compiles a grammar in a child, within the limits. Takes a tenth of a second; once for each grammar.
+
+    Raises:
+        FieldError: It cannot be compiled within `LIMIT_S` and `LIMIT_BYTES`, or there is no llguidance.
+    """
+    _check(json.dumps(wanted))
+
+
 class AnswerGrammar:
     """The grammar of one answer, which follows its tokens.
 
@@ -56,14 +65,14 @@ class AnswerGrammar:
         stuck: Why nothing may come next, or the mask was too dear; empty: it is not so.
 
     Raises:
-        FieldError: The grammar cannot be compiled within the limits, there is no llguidance, or no end token.
+        FieldError: The grammar cannot be compiled, there is no llguidance, or no end token.
     """
 
     def __init__(self, wanted: Mapping[str, Any], tokenizer: Any, vocab_size: int, ends: Collection[int]) -> None:
         self._ends = [token for token in ends if 0 <= token < vocab_size]
         if not self._ends:
             raise FieldError(_FIELD, f"{_FIELD}: no token ends the answer (ignore_eos), but a grammar has an end")
-        self._matcher = compiled(tokenizer, vocab_size, json.dumps(wanted)).deep_copy()
+        self._matcher = _compiled(tokenizer, vocab_size, json.dumps(wanted)).deep_copy()
         self._own_end, self._taken = vocab_size, 0
         self.ends_now, self.stuck = False, ""
 
@@ -82,9 +91,8 @@ class AnswerGrammar:
             self._taken = 0
         matcher.consume_tokens(list(answer[self._taken :]))
         self._taken = len(answer)
-        mask = np.empty(
-            self._own_end // 32 + 1, dtype=np.uint32
-        )  # llguidance's end token is one more than the vocabulary has
+        # llguidance's end token is one more than the vocabulary has.
+        mask = np.empty(self._own_end // 32 + 1, dtype=np.uint32)
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         is_complete = matcher.is_accepting()
         for token in (self._own_end, *self._ends):
@@ -100,53 +108,62 @@ class AnswerGrammar:
 
 
 @functools.lru_cache(maxsize=64)
-def compiled(tokenizer: Any, vocab_size: int, wanted: str) -> Any:
-    """llguidance's matcher for a grammar: JSON of `SamplingOptions.structured_outputs`. To be copied, not used.
-
-    Takes a tenth of a second; the interpreter's lock is free meanwhile. Raises FieldError as `AnswerGrammar`.
-    """
-    try:
-        import llguidance
-    except ImportError:
-        raise FieldError(_FIELD, f"{_FIELD} needs llguidance: pip install 'megatron-hybrid-prefix[grammar]'") from None
-    text = _grammar(json.loads(wanted), llguidance.LLMatcher)
+def _compiled(tokenizer: Any, vocab_size: int, wanted: str) -> Any:
+    """llguidance's matcher, to be copied. Counts work, not time, so that ranks decide alike. The interpreter's lock is free meanwhile."""
+    text, llguidance = _grammar(wanted)
     if not hasattr(tokenizer, "token_bytes"):
         raise FieldError(_FIELD, f"{_FIELD} needs the bytes of tokens, which {type(tokenizer).__name__} does not give")
-    if len(text) > MOST_CHARACTERS:
-        raise FieldError(_FIELD, f"{_FIELD} has {len(text)} characters, more than {MOST_CHARACTERS}")
-    if problem := _problem(text):
-        raise FieldError(_FIELD, f"{_FIELD} cannot be compiled: {' '.join(problem.split())[:200]}")
     limits = llguidance.LLParserLimits(**_LIMITS)
-    return llguidance.LLMatcher(_vocabulary(tokenizer, vocab_size), text, log_level=0, limits=limits)
+    matcher = llguidance.LLMatcher(_vocabulary(tokenizer, vocab_size), text, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    _refuse(matcher.get_error())
+    return matcher
 
 
-def _grammar(wanted: Mapping[str, Any], matcher: Any) -> str:
-    ((kind, value),) = wanted.items()
-    match kind:
-        case "regex":
-            return matcher.grammar_from_regex(value)
-        case "grammar":
-            return matcher.grammar_from_lark(value)
-        case "choice":
-            return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
-    schema = value if kind == "json" else {"type": "object"}
-    return matcher.grammar_from_json_schema(json.dumps(schema), overrides={"lenient": False})
-
-
-def _problem(text: str) -> str:
-    """Why a grammar cannot be compiled; empty: it can."""
+@functools.lru_cache(maxsize=256)
+def _check(wanted: str) -> None:
+    text, _ = _grammar(wanted)
     if not _SIDE_BY_SIDE.acquire(timeout=LIMIT_S):
-        return "others take long: try again"
+        _refuse("others take long: try again")
     try:
         command = [sys.executable, "-c", _CHILD]
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=2 * LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
-        return f"it takes longer than {2 * LIMIT_S} s"
+        done = None
     finally:
         _SIDE_BY_SIDE.release()
-    return (
-        done.stdout if done.returncode == 0 else f"it takes more than {LIMIT_BYTES >> 20} MiB, {LIMIT_S} s or the stack"
-    )
+    if done is None or done.returncode:
+        _refuse(f"it takes more than {LIMIT_BYTES >> 20} MiB, {LIMIT_S} s or the stack")
+    else:
+        _refuse(done.stdout)
+
+
+def _refuse(problem: str) -> None:
+    if problem:
+        raise FieldError(_FIELD, f"{_FIELD} cannot be compiled: {' '.join(problem.split())[:200]}")
+
+
+def _grammar(wanted: str) -> tuple[str, Any]:
+    """llguidance's text of a grammar, and the library. Raises FieldError: there is none, or the text is too long."""
+    try:
+        import llguidance
+    except ImportError:
+        raise FieldError(_FIELD, f"{_FIELD} needs llguidance: pip install 'megatron-hybrid-prefix[grammar]'") from None
+    ((kind, value),), make = json.loads(wanted).items(), llguidance.LLMatcher
+    match kind:
+        case "regex":
+            text = make.grammar_from_regex(value)
+        case "grammar":
+            text = make.grammar_from_lark(value)
+        case "choice":
+            text = make.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
+        case _:
+            schema = value if kind == "json" else {"type": "object"}
+            text = make.grammar_from_json_schema(json.dumps(schema), overrides={"lenient": False})
+    if len(text) > MOST_CHARACTERS:
+        raise FieldError(_FIELD, f"{_FIELD} has {len(text)} characters, more than {MOST_CHARACTERS}")
+    return text, llguidance
 
 
 @functools.lru_cache(maxsize=4)

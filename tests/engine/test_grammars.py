@@ -217,7 +217,7 @@ def test_what_it_does_not_go_with_is_refused(tiny, tiny_mtp, monkeypatch):
     served = EngineHarness(tiny)
     with pytest.raises(ValueError, match="no token ends"):
         served.add([1, 2], 3, sampling_options={"structured_outputs": {"regex": "a"}})
-    grammar.compiled.cache_clear()
+    grammar._check.cache_clear()
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"pip install 'megatron-hybrid-prefix\[grammar\]'"):
         ask(served, [1, 2], {"regex": "a"})
