@@ -180,6 +180,6 @@ def _vocabulary(tokenizer: Any, vocab_size: int) -> Any:
         tokens = (*texts, *[b""] * (vocab_size - len(texts)), b"<end of the answer>")
 
         def __call__(self, text: bytes) -> list[int]:
-            return tokenizer.tokenize(text.decode(errors="replace"))
+            return list(tokenizer.tokenize(text.decode(errors="replace")))
 
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Vocabulary()))
