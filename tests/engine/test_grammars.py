@@ -12,7 +12,6 @@ import torch
 
 from megatron_hybrid_prefix.errors import FieldError
 from megatron_hybrid_prefix.mcore.engine.sampling import RowSampling
-from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.text import grammar
 from megatron_hybrid_prefix.text.grammar import AnswerGrammar
 from megatron_hybrid_prefix.text.tokenizer import ByteTokenizer
@@ -233,9 +232,3 @@ def test_a_grammar_follows_any_answer():
     assert allowed == [{97}, {98, END, 300}, {END, 300}, {97}]
     with pytest.raises(FieldError):
         AnswerGrammar({"regex": "a"}, TOKENIZER, 512, [-1])
-
-
-def test_the_options_of_megatron_alone_are_not_enough():
-    options = SamplingOptions(temperature=0.5, structured_outputs={"regex": "a"})
-    assert not options.are_megatrons and options.are_megatrons_later and not options.are_the_models
-    assert options.as_fields()["sampling_options"]["structured_outputs"] == {"regex": "a"}

@@ -96,7 +96,7 @@ class RowSampling(Sampling):
         wrong = replace_wrong_logits(logits, gather_indices, n)
         if not context.num_speculative_tokens or token_to_request_index is not None:  # else these become drafts
             self._source.wrong_rows = wrong
-        if any(record.grammar for record in self._source.records.values()):  # there are no drafts
+        if self._source.records and any(record.grammar for record in self._source.records.values()):  # without drafts
             logits = logits[:n] if gather_indices is None else logits[gather_indices[:n].long()]
             logits, gather_indices = self._masked(logits, [*range(n)]), None
             kwargs["gather_indices"] = None
