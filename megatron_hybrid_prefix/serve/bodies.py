@@ -31,7 +31,7 @@ _named: set[str] = set()
 # What would change the answer, and the values that do not; null never does.
 _UNSUPPORTED = """
     suffix echo allowed_token_ids bad_words logits_processors custom_logit_processor no_repeat_ngram_size use_beam_search
-    structured_outputs structural_tag guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf grammar
+    structural_tag guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf grammar
     stop_regex no_stop_trim include_stop_str_in_output prompt_embeds input_ids truncate truncate_prompt_tokens lora_path functions
     tools chat_template chat_template_kwargs documents continue_final_message prefix audio images prediction web_search_options
     return_hidden_states flat_logprobs watermark return_token_strs mm_processor_kwargs session_params adapter_id extra_key
@@ -39,7 +39,6 @@ _UNSUPPORTED = """
 """
 _NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
 UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(_UNSUPPORTED.split(), _NOTHING) | {
-    "response_format": (*_NOTHING, {"type": "text"}),
     "num_beams": (*_NOTHING, 1),
     "typical_p": (*_NOTHING, 1),
     "modalities": (*_NOTHING, ["text"]),
@@ -215,6 +214,8 @@ class Body(Fields, ABC):
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     min_tokens: MostTokens = 0
     ignore_eos: bool = False
+    response_format: dict[str, Any] = {"type": "text"}
+    structured_outputs: dict[str, Any] | None = None  # as vLLM's: `SamplingOptions` have it
     prompt_logprobs: TopCount | None = None
     return_token_ids: bool = False
     return_routed_experts: bool | None = None  # None: if the server records them
@@ -244,6 +245,16 @@ class Body(Fields, ABC):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def grammar(self) -> dict[str, Any] | None:
+        """What the answer must match, in the form of `SamplingOptions`."""
+        match self.response_format:
+            case {"type": "json_object"}:
+                return {"json_object": True}
+            case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+                return {"json": schema}
+        return self.structured_outputs
+
+    @property
     def echoes(self) -> bool:
         """Whether the answer begins with the prompt."""
         return False
@@ -264,6 +275,13 @@ class Body(Fields, ABC):
             raise bad("'stream_options' is only allowed when 'stream' is true.", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise bad("'prompt_logprobs' is not available when 'stream' is true.", "prompt_logprobs")
+        if self.response_format != {"type": "text"}:
+            if self.grammar is self.structured_outputs:
+                raise bad(
+                    "'response_format' is no 'text', 'json_object' or 'json_schema' with a schema.", "response_format"
+                )
+            if self.structured_outputs is not None:
+                raise bad("'response_format' does not go with 'structured_outputs'.", "structured_outputs")
         if self.best_of not in (None, self.n):
             raise bad("'best_of' is not supported unless it equals 'n'.", "best_of", "unsupported_parameter")
         if self.most_tokens == 0 and not self.echoes and self.prompt_logprobs is None:

@@ -21,6 +21,7 @@ from megatron_hybrid_prefix.serve.bodies import (
 )
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.errors import bad, model_not_found, short
+from megatron_hybrid_prefix.text.grammar import AnswerGrammar, check_compiles
 from megatron_hybrid_prefix.text.tokenizer import Tokenizer, TokensBefore, begun, other_ends
 
 # Per token of a text that is tokenized at once. Ordinary text has 3 to 5, but a token may have any number, so a longer text
@@ -185,8 +186,8 @@ def read_request(
             "return_routed_experts",
         )
     stop_tokens = frozenset([*body.stop_token_ids, *(() if body.ignore_eos else other_ends(served.tokenizer))])
-    sampling = _sampling(body, served, tenant, stop_tokens)
     take_places(len(read) * body.n)
+    sampling = _sampling(body, served, tenant, stop_tokens)  # may compile a grammar
     prompts, most_tokens = [], []
     for make in read:
         check()
@@ -212,20 +213,24 @@ def read_request(
 def _sampling(body: Body, served: ServedModel, tenant: str | None, stop_tokens: frozenset[int]) -> dict[str, Any]:
     end = -1 if served.tokenizer.eod is None or body.ignore_eos else served.tokenizer.eod
     asked = {field.name: getattr(body, field.name) for field in dataclasses.fields(SamplingOptions)}
-    options = SamplingOptions(
-        **asked
-        | {
-            "temperature": 0.0 if body.is_greedy else body.temperature,
-            "logit_bias": tuple((int(token), bias) for token, bias in body.logit_bias.items()),
-        }
-        | {"top_k": max(0, body.top_k), "top_p": body.top_p or 1.0}
-        | {"min_tokens": body.min_tokens if stop_tokens or end >= 0 else 0}  # else nothing ends an answer early
-    )
     try:
+        options = SamplingOptions(
+            **asked
+            | {
+                "temperature": 0.0 if body.is_greedy else body.temperature,
+                "logit_bias": tuple((int(token), bias) for token, bias in body.logit_bias.items()),
+            }
+            | {"structured_outputs": body.grammar}
+            | {"top_k": max(0, body.top_k), "top_p": body.top_p or 1.0}
+            | {"min_tokens": body.min_tokens if stop_tokens or end >= 0 else 0}  # else nothing ends an answer early
+        )
         if served.has_drafts:
             options.check_drafts("--num-speculative-tokens, with which this server was started")
         options.check_vocabulary(served.vocab_size)
         check_tokens("stop_token_ids", body.stop_token_ids, served.vocab_size)
+        if options.structured_outputs is not None:
+            check_compiles(options.structured_outputs)
+            AnswerGrammar(options.structured_outputs, served.tokenizer, served.vocab_size, {end, *stop_tokens})
     except FieldError as error:
         raise bad(f"{error}.", error.field) from None
     fields: dict[str, Any] = options.as_fields() | {
