@@ -170,6 +170,7 @@ class _Schema(TypedDict, total=False):
 class _Function(TypedDict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,256}$")]
     parameters: NotRequired[_Schema | None]
+    strict: NotRequired[bool | None]
 
 
 class _Tool(TypedDict):
@@ -320,22 +321,16 @@ class CompletionBody(Body):
         return self
 
 
-class ChatBody(Body):
-    """Body of ``/v1/chat/completions``."""
+class ChatFields(Fields):
+    """What makes the prompt of a chat."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
-    logprobs: bool = False
-    top_logprobs: TopCount | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None  # None: to a text, but not to what a chat template made
     add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None  # a variable for the chat template
     continue_final_message: bool = False
     tools: Annotated[list[Tool], Field(fail_fast=True)] = []
-    tool_choice: Any = None
-
-    @property
-    def top_tokens(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -349,23 +344,63 @@ class ChatBody(Body):
         """Whether the prompt ends with the start of the answer's turn."""
         return self.add_generation_prompt and not self.continue_final_message
 
+    @model_validator(mode="after")
+    def _check_template(self) -> Self:
+        if reserved := sorted(self.chat_template_kwargs.keys() & _RESERVED.split()):
+            raise bad(f"'chat_template_kwargs' must not set {', '.join(reserved)}.", "chat_template_kwargs")
+        begins = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
+        if self.continue_final_message and (begins or not self.messages or self.messages[-1].role != "assistant"):
+            problem = "needs a last message of the assistant, and no 'add_generation_prompt'"
+            raise bad(f"'continue_final_message' {problem}.", "continue_final_message")
+        return self
+
+
+class ChatBody(ChatFields, Body):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    logprobs: bool = False
+    top_logprobs: TopCount | None = None
+    tool_choice: Literal["none", "auto", "required"] | _Tool = "auto"
+    parallel_tool_calls: bool = True
+
+    @property
+    def top_tokens(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     @property
     def called_tools(self) -> list[Any]:
         """Tools that answers may call. The others are rendered, too, so that the cached prefix is the same."""
-        return [] if self.tool_choice == "none" else [*self.tools]
+        if isinstance(self.tool_choice, str):
+            return [] if self.tool_choice == "none" else [*self.tools]
+        name = self.tool_choice["function"]["name"]
+        return [tool for tool in self.tools if tool["function"]["name"] == name]
+
+    @property
+    def must_call(self) -> bool:
+        """Whether answers are calls."""
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def at_most_one(self) -> bool:
+        """Whether an answer may have one call only."""
+        return not (self.parallel_tool_calls and isinstance(self.tool_choice, str))
+
+    @property
+    def calls_by_grammar(self) -> bool:
+        """Whether a grammar sees to it how answers call tools."""
+        called = self.called_tools
+        is_strict = any(tool["function"].get("strict") for tool in called)
+        return self.must_call or (bool(called) and (is_strict or self.at_most_one))
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise bad("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise bad("'tool_choice' is not supported by this server.", "tool_choice", "unsupported_parameter")
-        if reserved := sorted(self.chat_template_kwargs.keys() & _RESERVED.split()):
-            raise bad(f"'chat_template_kwargs' must not set {', '.join(reserved)}.", "chat_template_kwargs")
-        begins = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
-        if self.continue_final_message and (begins or self.messages[-1].role != "assistant"):
-            problem = "needs a last message of the assistant, and no 'add_generation_prompt'"
-            raise bad(f"'continue_final_message' {problem}.", "continue_final_message")
+        if self.must_call and not self.called_tools:
+            raise bad("'tool_choice' must be of the 'tools'.", "tool_choice")
+        if self.must_call and self.grammar is not None:
+            raise bad("'tool_choice': calls do not go with a structured answer.", "tool_choice")
         if sum(len(message.marks) for message in self.messages) > MOST_BREAKPOINTS:
             raise bad(f"A request may have at most {MOST_BREAKPOINTS} 'cache_control'.", "messages")
         for number in self.cache_breakpoints or ():
@@ -390,14 +425,11 @@ class GenerateBody(Body):
         return self.logprobs
 
 
-class TokenizeBody(Fields):
+class TokenizeBody(ChatFields):
     """Body of ``/tokenize``: a text or a chat."""
 
     model: str | None = None
     prompt: str = ""
-    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
 
 
 class DetokenizeBody(Fields):

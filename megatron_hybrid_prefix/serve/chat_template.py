@@ -16,7 +16,7 @@ from megatron_hybrid_prefix.text.hf_tokens import read_object, token_texts
 from megatron_hybrid_prefix.text.tokenizer import common_tokens
 
 if TYPE_CHECKING:
-    from megatron_hybrid_prefix.serve.answers import AnswerForm
+    from megatron_hybrid_prefix.text.answers import AnswerForm
 
 # Most message ends to find in a prompt unless it names them: those of the first message and of the last ones.
 _MOST_ENDS = 32
@@ -53,7 +53,7 @@ class ChatForm:
         self._template, self._special, self._plain = template, special or {}, plain
         self.answers: AnswerForm | None = None
         if template is not None:
-            from megatron_hybrid_prefix.serve.answers import AnswerForm, known_template
+            from megatron_hybrid_prefix.text.answers import AnswerForm, known_template
 
             if response is None:
                 response = known_template(template)

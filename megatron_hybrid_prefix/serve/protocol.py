@@ -38,7 +38,7 @@ KINDS: dict[str, type[CompletionBody | ChatBody | GenerateBody]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt: its tokens, its text (empty unless ``echo`` needs it), and its cache breakpoints."""
+    """One prompt: its tokens, its text (if ``echo`` needs it; of a chat, what has begun of the answer), and its cache breakpoints."""
 
     tokens: list[int]
     text: str
@@ -187,8 +187,8 @@ def read_request(
         )
     stop_tokens = frozenset([*body.stop_token_ids, *(() if body.ignore_eos else other_ends(served.tokenizer))])
     take_places(len(read) * body.n)
-    sampling = _sampling(body, served, tenant, stop_tokens)  # may compile a grammar
     prompts, most_tokens = [], []
+    least = int(not _returns_log_probs(body))  # without, the engine has nothing to do for 0 tokens
     for make in read:
         check()
         prompt = make()
@@ -196,8 +196,8 @@ def read_request(
             name = "routed_experts_prompt_start"
             raise bad(f"'{name}' is above the prompt's {len(prompt.tokens)} tokens.", name)
         prompts.append(prompt)
-        least = int(not sampling["return_log_probs"])  # without, the engine has nothing to do for 0 tokens
         most_tokens.append(_most_tokens(body.most_tokens, prompt, param, served, least))
+    sampling = _sampling(body, served, tenant, stop_tokens, prompts[0])  # may compile a grammar
     return GenerationRequest(
         body=body,
         prompts=prompts,
@@ -210,7 +210,22 @@ def read_request(
     )
 
 
-def _sampling(body: Body, served: ServedModel, tenant: str | None, stop_tokens: frozenset[int]) -> dict[str, Any]:
+def _returns_log_probs(body: Body) -> bool:
+    return body.top_tokens is not None or body.prompt_logprobs is not None
+
+
+def _wanted(body: Body, served: ServedModel, prompt: Prompt) -> Any:
+    """What the answer must match, with thoughts and calls of tools."""
+    if not isinstance(body, ChatBody) or served.chat.answers is None:
+        return body.grammar
+    tools = body.called_tools if body.calls_by_grammar or body.grammar is not None else []
+    how = {"must_call": body.must_call, "at_most_one": body.at_most_one}
+    return served.chat.answers.grammar(prompt.text, body.grammar, tools, served.tokenizer.special.values(), **how)
+
+
+def _sampling(
+    body: Body, served: ServedModel, tenant: str | None, stop_tokens: frozenset[int], prompt: Prompt
+) -> dict[str, Any]:
     end = -1 if served.tokenizer.eod is None or body.ignore_eos else served.tokenizer.eod
     asked = {field.name: getattr(body, field.name) for field in dataclasses.fields(SamplingOptions)}
     try:
@@ -224,6 +239,7 @@ def _sampling(body: Body, served: ServedModel, tenant: str | None, stop_tokens: 
             | {"top_k": max(0, body.top_k), "top_p": body.top_p or 1.0}
             | {"min_tokens": body.min_tokens if stop_tokens or end >= 0 else 0}  # else nothing ends an answer early
         )
+        options = dataclasses.replace(options, structured_outputs=_wanted(body, served, prompt))
         if served.has_drafts:
             options.check_drafts("--num-speculative-tokens, with which this server was started")
         options.check_vocabulary(served.vocab_size)
@@ -236,7 +252,7 @@ def _sampling(body: Body, served: ServedModel, tenant: str | None, stop_tokens: 
     fields: dict[str, Any] = options.as_fields() | {
         "termination_id": end,
         "stop_token_ids": sorted(stop_tokens) or None,
-        "return_log_probs": body.top_tokens is not None or body.prompt_logprobs is not None,
+        "return_log_probs": _returns_log_probs(body),
         "skip_prompt_log_probs": not body.echoes and body.prompt_logprobs is None,
         "top_n_logprobs": max(body.top_tokens or 0, body.prompt_logprobs or 0),
         "top_n_by_id": True,
@@ -330,9 +346,10 @@ def _chat_prompt(body: ChatBody, served: ServedModel, check: Callable[[], None])
     )
     if not tokens:
         raise bad("'messages' must not be empty.", "messages")
+    begun = "" if served.chat.answers is None else served.chat.answers.begun(text)
     # A prompt that is too long is refused later, so skip the search for message ends.
     if not has_ends or len(tokens) > served.limit_tokens:
-        return Prompt(tokens=tokens, text=text, breakpoints=[])
+        return Prompt(tokens=tokens, text=begun, breakpoints=[])
     ends = served.chat.ends(
         text,
         messages,
@@ -343,7 +360,7 @@ def _chat_prompt(body: ChatBody, served: ServedModel, check: Callable[[], None])
         check=check,
     )
     positions = sorted(set(map(before, ends)))
-    return Prompt(tokens=tokens, text=text, breakpoints=[end for end in positions if 0 < end < len(tokens)])
+    return Prompt(tokens=tokens, text=begun, breakpoints=[end for end in positions if 0 < end < len(tokens)])
 
 
 def text_tokens(text: str, served: ServedModel, *, add_special_tokens: bool | None = None) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -32,8 +33,9 @@ for kind, most in ((r.RLIMIT_AS, {LIMIT_BYTES}), (r.RLIMIT_CPU, {LIMIT_S}), (r.R
     r.setrlimit(kind, (most, most))
 import llguidance as ll
 class Bytes:
-    eos_token_id, bos_token_id, special_token_ids = 256, None, [256]
-    tokens = [*(bytes([at]) for at in range(256)), b"<end>"]
+    eos_token_id, bos_token_id = 256, None
+    tokens = [*(bytes([at]) for at in range(256)), b"<end>", *map(str.encode, sys.argv[1:])]
+    special_token_ids = [*range(256, len(tokens))]
     __call__ = staticmethod(list)
 tokenizer = ll.LLTokenizer(ll.TokenizerWrapper(Bytes()))
 matcher = ll.LLMatcher(tokenizer, sys.stdin.read(), log_level=0, limits=ll.LLParserLimits(**{_LIMITS}))
@@ -127,7 +129,7 @@ def _check(wanted: str) -> None:
     if not _SIDE_BY_SIDE.acquire(timeout=LIMIT_S):
         _refuse("others take long: try again")
     try:
-        command = [sys.executable, "-c", _CHILD]
+        command = [sys.executable, "-c", _CHILD, *sorted({*re.findall(r"<[^<>\s]+>", text)})]  # perhaps special tokens
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=2 * LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         done = None
@@ -137,6 +139,14 @@ def _check(wanted: str) -> None:
         _refuse(f"it takes more than {LIMIT_BYTES >> 20} MiB, {LIMIT_S} s or the stack")
     else:
         _refuse(done.stdout)
+
+
+def parts_of(wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """llguidance's grammars of what an answer must match, the first of all of it. Raises FieldError as `check_compiles`."""
+    text, _ = _grammar(json.dumps(wanted))
+    is_lark = not wanted.keys().isdisjoint(("grammar", "choice"))
+    found: list[dict[str, Any]] = [{"lark_grammar": text}] if is_lark else json.loads(text)["grammars"]
+    return found
 
 
 def _refuse(problem: str) -> None:

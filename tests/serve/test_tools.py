@@ -13,12 +13,12 @@ from tokenizers import AddedToken, Tokenizer
 
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.mcore.engine import sampling
-from megatron_hybrid_prefix.serve.answers import AnswerForm, AnswerParts, known_template
 from megatron_hybrid_prefix.serve.backend import Update
 from megatron_hybrid_prefix.serve.chat_template import ChatForm, load_chat_form
 from megatron_hybrid_prefix.serve.detokenizer import TextStream
 from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.protocol import read_request
+from megatron_hybrid_prefix.text.answers import AnswerForm, AnswerParts, known_template
 from megatron_hybrid_prefix.text.tokenizer import HuggingFaceTokenizer
 from tests.harness.tokenizer_folder import make_folder
 from tests.serve.test_clients import CHAT, served

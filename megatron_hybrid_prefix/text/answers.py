@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import regex
 from transformers.utils.chat_parsing import ResponseParser, parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from megatron_hybrid_prefix.errors import FieldError
+from megatron_hybrid_prefix.text.calls import answer_grammar, types_of
 
 # What starts an answer, by a text of the chat template.
 _TURNS = {
@@ -28,7 +31,7 @@ _CALLS: dict[str, dict[str, Any]] = {
         "close_pattern": r"</function>\s*</tool_call>",
         "content": "xml-inline",
         "content_args": {  # a value ends before another parameter, so that the time is linear in the text
-            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
+            "tag_pattern": r"<parameter=(?P<key>[^<>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
         },
         "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
     },
@@ -65,12 +68,49 @@ class AnswerForm:
         for name, field in template["fields"].items():
             kept = {key: value for key, value in field.items() if key.startswith(("open", "close"))}
             edges[name] = kept | {"transform": "{content}"} if {"open", "open_pattern"} & kept.keys() else {}
-        if call is _CALLS["<function="]:
+        self._is_xml, self._writes = call == _CALLS["<function="], call in _CALLS.values()
+        thoughts = [field for name, field in template["fields"].items() if _KEYS.get(name) == "reasoning_content"]
+        marks = [(field.get("open"), field.get("close")) for field in thoughts]
+        self._thoughts = next((pair for pair in marks if all(isinstance(mark, str) for mark in pair)), None)
+        if self._is_xml:
             edges["tool_calls"] = _MARKS  # also of a call that does not parse
         if all(edges.values()):
             edges[""] = {}  # what is in no field
         without = {name: edge for name, edge in edges.items() if name != "tool_calls"}
         self._kinds = [(load_response_template(anchor | {"fields": fields}), fields) for fields in (edges, without)]
+
+    def begun(self, prompt: str) -> str:
+        """What a prompt has of the answer's turn."""
+        found = [*self._kinds[0][0].start_anchor_re.finditer(prompt)]
+        return prompt[found[-1].end() :] if found else ""
+
+    def grammar(self, begun: str, wanted: Any, tools: Tools, special: Collection[str], **how: bool) -> Any:
+        """What the whole answer must match, in the form of `SamplingOptions`; None: nothing.
+
+        Args:
+            begun: As of `begun`.
+            wanted: What its text must match, in that form, or None.
+            tools: What it may call, each call as its tool says; else none.
+            special: Texts of special tokens.
+            **how: ``must_call`` and ``at_most_one`` of `answer_grammar`.
+
+        Raises:
+            FieldError: There is no grammar for calls in this form, or of a strict tool.
+        """
+        if tools and not self._writes:
+            raise FieldError(
+                "tool_choice",
+                "'tool_choice', strict 'tools' and 'parallel_tool_calls' do not go with this model's calls",
+            )
+        last = ResponseParser(self._kinds[0][0], prefix=begun).initial_events[-1:]
+        is_thinking = any(
+            _KEYS.get(event["field"]) == "reasoning_content" and event["type"] != "region_close" for event in last
+        )
+        marks = self._thoughts if is_thinking or not last else None
+        if not tools and (wanted is None or marks is None):
+            return wanted
+        more: Any = {"thoughts": marks, "is_thinking": is_thinking, "is_xml": self._is_xml, "special": special}
+        return answer_grammar(wanted, tools, **how, **more)
 
     def parts(self, prompt: str, tools: Tools) -> AnswerParts | None:
         """The parts of an answer after a prompt, with calls of these tools; None: it has only text."""
@@ -87,10 +127,18 @@ class AnswerForm:
                 left = regex.sub(tag, "", text, flags=regex.DOTALL)
                 if not field.close_re.fullmatch(left[field.open_re.match(left).end() :].strip()):
                     return []
-            found = parse_response(text, self.call, prefix="", tools=list(tools))["tool_calls"]
+            typed = [_typed(tool["function"]) for tool in tools]
+            found = parse_response(text, self.call, prefix="", tools=typed)["tool_calls"]
             return [_api_call(**call["function"]) for call in (found if isinstance(found, list) else [found])]
         except _ERRORS:
             return []
+
+
+def _typed(function: dict[str, Any]) -> dict[str, Any]:
+    """A tool with the types of its parameters, which transformers reads where a schema has no references."""
+    root = function.get("parameters") or {}
+    types = {name: {"type": types_of(schema, root, set())} for name, schema in root.get("properties", {}).items()}
+    return {"name": function["name"], "parameters": {"properties": types}}
 
 
 def _api_call(name: str, arguments: Any = None) -> dict[str, Any]:
