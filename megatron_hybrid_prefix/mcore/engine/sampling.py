@@ -130,9 +130,10 @@ class RowSampling(Sampling):
     ) -> torch.Tensor:
         """Sampling options that megatron does not have."""
         source = self._source
-        ids = source.request_ids()
-        of_rows = [*range(len(ids))] if token_to_request_index is None else token_to_request_index.tolist()
-        logits = self._masked(logits, of_rows)
+        if source.records:
+            ids = source.request_ids()
+            of_rows = [*range(len(ids))] if token_to_request_index is None else token_to_request_index.tolist()
+            logits = self._masked(logits, of_rows)
         log_probs: torch.Tensor = self._backend.log_probs_kernel(
             logits, context, token_to_request_index=token_to_request_index
         )
