@@ -377,30 +377,22 @@ class ChatBody(ChatFields, Body):
         return [tool for tool in self.tools if tool["function"]["name"] == name]
 
     @property
-    def must_call(self) -> bool:
-        """Whether answers are calls."""
-        return self.tool_choice not in ("none", "auto")
-
-    @property
-    def at_most_one(self) -> bool:
-        """Whether an answer may have one call only."""
-        return not (self.parallel_tool_calls and isinstance(self.tool_choice, str))
-
-    @property
-    def calls_by_grammar(self) -> bool:
-        """Whether a grammar sees to it how answers call tools."""
-        called = self.called_tools
-        is_strict = any(tool["function"].get("strict") for tool in called)
-        return self.must_call or (bool(called) and (is_strict or self.at_most_one))
+    def forced(self) -> dict[str, bool]:
+        """How a grammar makes answers call tools, as of `answer_grammar`; empty: none does."""
+        how = {
+            "must_call": self.tool_choice not in ("none", "auto"),
+            "at_most_one": not self.parallel_tool_calls or not isinstance(self.tool_choice, str),
+        }
+        is_strict = any(tool["function"].get("strict") for tool in self.called_tools)
+        is_needed = any(how.values()) or is_strict or self.grammar is not None
+        return how if is_needed and self.called_tools else {}
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise bad("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
-        if self.must_call and not self.called_tools:
-            raise bad("'tool_choice' must be of the 'tools'.", "tool_choice")
-        if self.must_call and self.grammar is not None:
-            raise bad("'tool_choice': calls do not go with a structured answer.", "tool_choice")
+        if self.tool_choice not in ("none", "auto") and (not self.called_tools or self.grammar is not None):
+            raise bad("'tool_choice' must be of the 'tools', and does not go with a structured answer.", "tool_choice")
         if sum(len(message.marks) for message in self.messages) > MOST_BREAKPOINTS:
             raise bad(f"A request may have at most {MOST_BREAKPOINTS} 'cache_control'.", "messages")
         for number in self.cache_breakpoints or ():

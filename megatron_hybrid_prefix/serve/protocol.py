@@ -218,9 +218,8 @@ def _wanted(body: Body, served: ServedModel, prompt: Prompt) -> Any:
     """What the answer must match, with thoughts and calls of tools."""
     if not isinstance(body, ChatBody) or served.chat.answers is None:
         return body.grammar
-    tools = body.called_tools if body.calls_by_grammar or body.grammar is not None else []
-    how = {"must_call": body.must_call, "at_most_one": body.at_most_one}
-    return served.chat.answers.grammar(prompt.text, body.grammar, tools, served.tokenizer.special.values(), **how)
+    tools, special = body.called_tools if body.forced else [], served.tokenizer.special.values()
+    return served.chat.answers.grammar(prompt.text, body.grammar, tools, special, **body.forced)
 
 
 def _sampling(

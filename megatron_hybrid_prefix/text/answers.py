@@ -52,6 +52,10 @@ def known_template(chat_template: str) -> dict[str, Any] | None:
     return {"start_anchor": anchor, "fields": fields} if anchor is not None and len(fields) > 1 else None
 
 
+def _is_thought(name: str) -> bool:
+    return _KEYS.get(name) == "reasoning_content"
+
+
 class AnswerForm:
     """How a model writes its answers: a response template of transformers. Raises ValueError if it is none.
 
@@ -69,8 +73,7 @@ class AnswerForm:
             kept = {key: value for key, value in field.items() if key.startswith(("open", "close"))}
             edges[name] = kept | {"transform": "{content}"} if {"open", "open_pattern"} & kept.keys() else {}
         self._is_xml, self._writes = call == _CALLS["<function="], call in _CALLS.values()
-        thoughts = [field for name, field in template["fields"].items() if _KEYS.get(name) == "reasoning_content"]
-        marks = [(field.get("open"), field.get("close")) for field in thoughts]
+        marks = ((field.get("open"), field.get("close")) for name, field in edges.items() if _is_thought(name))
         self._thoughts = next((pair for pair in marks if all(isinstance(mark, str) for mark in pair)), None)
         if self._is_xml:
             edges["tool_calls"] = _MARKS  # also of a call that does not parse
@@ -85,32 +88,20 @@ class AnswerForm:
         return prompt[found[-1].end() :] if found else ""
 
     def grammar(self, begun: str, wanted: Any, tools: Tools, special: Collection[str], **how: bool) -> Any:
-        """What the whole answer must match, in the form of `SamplingOptions`; None: nothing.
-
-        Args:
-            begun: As of `begun`.
-            wanted: What its text must match, in that form, or None.
-            tools: What it may call, each call as its tool says; else none.
-            special: Texts of special tokens.
-            **how: ``must_call`` and ``at_most_one`` of `answer_grammar`.
+        """What a whole answer must match, as of `answer_grammar`; None: nothing. ``begun``: as of `begun`.
 
         Raises:
             FieldError: There is no grammar for calls in this form, or of a strict tool.
         """
         if tools and not self._writes:
-            raise FieldError(
-                "tool_choice",
-                "'tool_choice', strict 'tools' and 'parallel_tool_calls' do not go with this model's calls",
-            )
+            problem = "'tool_choice', strict 'tools' and 'parallel_tool_calls' do not go with this model's calls"
+            raise FieldError("tool_choice", problem)
         last = ResponseParser(self._kinds[0][0], prefix=begun).initial_events[-1:]
-        is_thinking = any(
-            _KEYS.get(event["field"]) == "reasoning_content" and event["type"] != "region_close" for event in last
-        )
+        is_thinking = any(_is_thought(event["field"]) and event["type"] != "region_close" for event in last)
         marks = self._thoughts if is_thinking or not last else None
         if not tools and (wanted is None or marks is None):
             return wanted
-        more: Any = {"thoughts": marks, "is_thinking": is_thinking, "is_xml": self._is_xml, "special": special}
-        return answer_grammar(wanted, tools, **how, **more)
+        return answer_grammar(wanted, tools, special, marks, is_thinking=is_thinking, is_xml=self._is_xml, **how)
 
     def parts(self, prompt: str, tools: Tools) -> AnswerParts | None:
         """The parts of an answer after a prompt, with calls of these tools; None: it has only text."""
