@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import sys
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -14,14 +16,13 @@ from megatron_hybrid_prefix.errors import FieldError
 from megatron_hybrid_prefix.mcore.engine.sampling import RowSampling
 from megatron_hybrid_prefix.text import grammar
 from megatron_hybrid_prefix.text.grammar import AnswerGrammar
-from megatron_hybrid_prefix.text.tokenizer import ByteTokenizer
 from tests.harness.bits import bits, exact_harness
 from tests.harness.drafts import Drafting
+from tests.harness.grammar_walks import END, JSON, NODE, TOKENIZER, random_schema, walk
 from tests.harness.lifecycle_helpers import MODES, EngineHarness, tokens
 
 pytest.importorskip("llguidance")
-TOKENIZER = ByteTokenizer(512)
-END = 257
+jsonschema = pytest.importorskip("jsonschema")
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -40,24 +41,17 @@ WANTED = ({"json": SCHEMA}, {"regex": REGEX}, {"choice": CHOICES}, {"grammar": L
 BIAS = [(ord(letter), 6.0) for letter in '"}]),'] + [(ord(blank), -8.0) for blank in " \n\r\t("]
 
 
-def fits_schema(value: Any) -> bool:
-    """`SCHEMA`, by hand."""
-    names = {"name", "kind", "sizes", "is_new"}
-    return (
-        {"kind", "sizes"} <= value.keys() <= names
-        and len(value.get("name", "")) <= 5
-        and value["kind"] in ("one", 2, None)
-        and len(value["sizes"]) <= 3
-        and all(type(size) is int and -3 <= size <= 40 for size in value["sizes"])
-        and value.get("is_new", True) in (True, False)
-    )
+def judge(schema: dict[str, Any], text: str) -> bool:
+    """By another library, in exact numbers: 18.00...01 is above 18."""
+    judge = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    return judge.is_valid(json.loads(text, parse_float=Decimal))
 
 
 def fits(wanted: dict[str, Any], text: str) -> bool:
     """Whether a whole answer matches."""
     match wanted:
-        case {"json": _}:
-            return fits_schema(json.loads(text))
+        case {"json": schema}:
+            return judge(schema, text)
         case {"json_object": True}:
             return isinstance(json.loads(text), dict)
         case {"regex": pattern}:
@@ -121,6 +115,19 @@ def test_answers_match_whatever_runs_beside_them(tiny, mode):
         alone.run()
         assert bits(alone.finished[again]) == bits(request)
     served.check_drained()
+
+
+@pytest.mark.parametrize("count", [50, pytest.param(500, marks=pytest.mark.slow)])
+def test_whatever_a_grammar_lets_through_is_of_the_schema(count):
+    """Of schemas as those of JSONSchemaBench. An answer that was cut off is the beginning of one that is, too."""
+    node = {"type": "object", "properties": NODE, "required": ["value"], "additionalProperties": False}
+    texts = []
+    for seed in range(count):
+        dice = random.Random(seed)
+        schema = random_schema(dice) | {"$defs": {"node": node}}
+        texts += [walk({"json": schema}, dice, JSON) for _ in range(3)]
+        assert all(judge(schema, text) for text in texts[-3:]), (seed, schema)
+    assert count / 2 < sum(len(text) > 30 for text in texts) and max(map(len, texts)) > 300
 
 
 @pytest.mark.parametrize("mode", MODES)
