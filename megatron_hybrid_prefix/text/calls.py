@@ -56,7 +56,7 @@ def answer_grammar(
     """
     call = f"{_mark(_OPEN, special)} call"
     calls = f"BLANKS? {call}" + f" (BLANKS? {call})*" * (not at_most_one)
-    start, body, others, rules = "", calls, list[dict[str, Any]](), [r"BLANKS: /[ \t\r\n]+/"]
+    start, body, others, rules = "", calls, list[dict[str, Any]](), [r"BLANKS: /[ \t\r\n]{1,8}/"]
     if thoughts is not None:
         rules += _up_to("thoughts", thoughts[1], special)
         start = "thoughts BLANKS?" if is_thinking else f"({_mark(thoughts[0], special)} thoughts BLANKS?)?"

@@ -16,7 +16,7 @@ NODE = {"value": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/node"
 
 
 def walk(wanted: dict[str, Any], dice: random.Random, phrases: list[bytes], most: int = 300) -> str:
-    """A whole answer. After ``most`` bytes it is the beginning of one, which then ends as the first of ``phrases`` that may come say."""
+    """A whole answer. After ``most`` bytes it is the beginning of one, which then goes on with the first of ``phrases``."""
     grammar, answer = AnswerGrammar(wanted, TOKENIZER, 512, [END]), list[int]()
     while len(answer) < 10 * most:
         may = np.unpackbits(grammar.mask(answer).view(np.uint8), bitorder="little")
@@ -24,12 +24,9 @@ def walk(wanted: dict[str, Any], dice: random.Random, phrases: list[bytes], most
         if may[END] and (grammar.ends_now or is_late or dice.random() < 0.2):
             return bytes(answer).decode()
         assert not grammar.stuck, grammar.stuck
-        started = [phrase for phrase in phrases if may[phrase[0]]]
-        if started and dice.random() < (0.9 if is_late else 0.3):
-            for byte in started[0] if is_late else dice.choice(started):
-                if not grammar.mask(answer)[byte // 32] >> byte % 32 & 1:
-                    break
-                answer.append(byte)
+        whole = [phrase for phrase in phrases if grammar._matcher.validate_tokens([*phrase]) == len(phrase)]
+        if whole and dice.random() < (0.9 if is_late else 0.3):
+            answer += dice.choice(whole[:3] if is_late else whole)
         else:
             answer.append(int(dice.choice(may[:256].nonzero()[0])))
     raise AssertionError(f"no end: {bytes(answer)[-200:]!r}")

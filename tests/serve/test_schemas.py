@@ -1,21 +1,26 @@
-"""``response_format`` and ``structured_outputs`` over HTTP."""
+"""``response_format``, ``structured_outputs``, and calls of tools that a grammar sees to, over HTTP."""
 
 from __future__ import annotations
 
 import json
+import random
 import threading
 from typing import Any
 
 import pytest
 
+from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.protocol import read_request
 from megatron_hybrid_prefix.text import grammar
+from tests.harness.grammar_walks import JSON, walk
 from tests.harness.limits import HANG_S
 from tests.serve.test_clients import served
 from tests.serve.test_serve import PROMPT, complete
+from tests.serve.test_tools import FAMILIES, ask, pieces, streamed, tools_server  # noqa: F401
 
 pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
 SCHEMA = {
     "type": "object",
     "properties": {"n": {"type": "integer"}, "ok": {"enum": [True, None]}},
@@ -50,6 +55,81 @@ def test_each_kind_in_completions(server):
     assert choice.text.startswith("{")
 
 
+PLACE = {
+    "type": "object",
+    "properties": {"x": {"type": "number", "minimum": 0, "maximum": 9}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+ARGUMENTS = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "minimum": 3}, "at": {"$ref": "#/$defs/place"}, "kind": {"$ref": "#/$defs/kind"},
+        "code": {"type": "string"}, "ok": {"type": "boolean"}, "who": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["n", "at", "kind"], "additionalProperties": False, "$defs": {"place": PLACE, "kind": {"enum": ["left", "right"]}},
+}  # fmt: skip
+
+
+def tool(name: str, schema: Any = ARGUMENTS, **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": schema} | function}
+
+
+TOOLS = [tool("run", strict=True), tool("look", SCHEMA)]
+RUN = {"type": "function", "function": {"name": "run"}}
+HOWS = {  # least and most calls
+    "required": ({"tool_choice": "required"}, 1, 99), "named": ({"tool_choice": RUN}, 1, 1), "strict": ({}, 0, 99),
+    "one": ({"parallel_tool_calls": False}, 0, 1), "or an answer": ({"response_format": FORMAT}, 0, 99),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("how", HOWS)
+def test_calls_are_what_was_asked_for(family, how):
+    """Whatever the grammar lets through parses; thoughts come first, where the model has some."""
+    fields, least, most = HOWS[how]
+    model, counts = served(chat=ChatForm(FAMILIES[family][0])), set()
+    asked = read_request({"model": "tiny", "messages": ASKED["messages"], "tools": TOOLS} | fields, "chat", model, None)
+    wanted = asked.sampling["sampling_options"]["structured_outputs"]
+    marks = [b"\n</parameter>\n", b"</think>", b"<tool_call>", b"True"]
+    for seed in range(20):
+        parts = model.chat.answers.parts(asked.prompts[0].text, TOOLS)
+        found = pieces(parts, text := walk(wanted, random.Random(seed), marks + JSON), random.Random(seed))
+        calls = [call["function"] for call in found.get("tool_calls", ())]
+        assert (
+            not parts.unparsed
+            and least <= len(calls) <= most
+            and {"run", how} >= {call["name"] for call in calls} - {"look"}
+        ), text
+        for call in calls:
+            jsonschema.validate(json.loads(call["arguments"]), {"run": ARGUMENTS, "look": SCHEMA}[call["name"]])
+        if how == "or an answer" and not calls:
+            jsonschema.validate(json.loads(found["content"]), SCHEMA)
+        counts.add(len(calls))
+    assert len(counts) > (how == "strict") or how == "named"
+
+
+def test_a_named_tool_is_called(tools_server):  # noqa: F811
+    """After thoughts that the request has ended; the answer is cut off in none of both."""
+    messages = [*ASKED["messages"], {"role": "assistant", "content": "<think>\n</think>\n\n"}]
+    fields = {
+        "messages": messages,
+        "tools": [tool("run", SCHEMA), tool("look", SCHEMA)],
+        "tool_choice": RUN,
+        "logit_bias": {"10": 30},
+    }
+    fields["extra_body"] = {"continue_final_message": True}
+    (whole,) = ask(tools_server, 1, **fields).choices[0].message.tool_calls
+    (again,) = streamed(tools_server, 1, **fields)[0].message.tool_calls
+    assert (again.function.name, again.function.arguments) == (whole.function.name, whole.function.arguments)
+    made = json.loads(whole.function.arguments)
+    assert whole.function.name == "run" and type(made["n"]) is int and made["ok"] in (True, None)
+    body = {"messages": messages, "tools": fields["tools"], "continue_final_message": True}
+    assert tools_server.send("/tokenize", body)[1]["count"] == ask(tools_server, 1, **fields).usage.prompt_tokens
+
+
+CALL = {"response_format": None, "tools": TOOLS, "tool_choice": RUN}
+TEXT = {"properties": {"text": {"type": "string", "pattern": "a+"}}}
 WRONG = {
     "no schema": ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
     "no such type": ({"response_format": {"type": "xml"}}, "response_format"),
@@ -57,6 +137,15 @@ WRONG = {
     "no end": ({"ignore_eos": True}, "structured_outputs"),
     "no regex": ({"response_format": None, "structured_outputs": {"regex": "(a"}}, "structured_outputs"),
     "two": ({"response_format": None, "structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    "no tools": (CALL | {"tools": []}, "tool_choice"),
+    "no such tool": (CALL | {"tools": TOOLS[1:]}, "tool_choice"),
+    "calls and a schema": (CALL | {"response_format": FORMAT}, "tool_choice"),
+    "a strict pattern": (CALL | {"tools": [tool("run", TEXT, strict=True)]}, "tools"),
+    "a schema that is none": (
+        CALL | {"tools": [tool("run", {"properties": {"n": {"type": "x"}}})]},
+        "structured_outputs",
+    ),
+    "no name of a tag": (CALL | {"tools": [tool("run", {"properties": {"a>": TEXT}})]}, "tools"),
 }
 
 
@@ -64,15 +153,16 @@ WRONG = {
 def test_400_in_one_line(name):
     fields, param = WRONG[name]
     with pytest.raises(ApiError) as refused:
-        read_request(ASKED | fields, "chat", served(), None)
+        read_request(ASKED | fields, "chat", served(chat=ChatForm(FAMILIES["qwen3-coder"][0])), None)
     assert (
         refused.value.status == 400 and refused.value.body["error"]["param"] == param and "\n" not in str(refused.value)
     )
 
 
 def test_400_with_drafts():
-    with pytest.raises(ApiError, match="num-speculative-tokens"):
-        read_request(ASKED, "chat", served(has_drafts=True), None)
+    for fields in (ASKED, ASKED | CALL):
+        with pytest.raises(ApiError, match="num-speculative-tokens"):
+            read_request(fields, "chat", served(has_drafts=True, chat=ChatForm(FAMILIES["hermes"][0])), None)
 
 
 def test_others_are_answered_while_a_grammar_is_compiled(server, monkeypatch):

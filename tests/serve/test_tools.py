@@ -99,9 +99,9 @@ def ask(server: Server, seed: int, **fields: Any) -> Any:
     return server.client().chat.completions.create(**CHAT | {"tools": TOOLS, "seed": seed, "max_tokens": 500} | fields)
 
 
-def streamed(server: Server, seed: int) -> tuple[Any, list[Any]]:
+def streamed(server: Server, seed: int, **fields: Any) -> tuple[Any, list[Any]]:
     """The answer as the `openai` client puts it together, and the deltas."""
-    fields = CHAT | {"tools": TOOLS, "seed": seed, "max_tokens": 500}
+    fields = CHAT | {"tools": TOOLS, "seed": seed, "max_tokens": 500} | fields
     with server.client().chat.completions.stream(**fields) as stream:
         deltas = [event.chunk.choices[0].delta for event in stream if event.type == "chunk"]
         return stream.get_final_completion().choices[0], deltas
