@@ -160,21 +160,24 @@ def test_log_probs_are_those_of_all_tokens(tools_server, told):
     assert sum(len(each.content) for each in found if each) == tokens
 
 
-def test_a_loop_of_five_calls_keeps_the_prefix(tools_server, answers, salt):
-    """Also where a turn must not call, and to the last block that did not change."""
+@pytest.mark.parametrize("thoughts", ["kept", "stripped"])
+def test_a_loop_of_ten_turns_resumes_at_the_last_block_that_did_not_change(tools_server, answers, salt, thoughts):
+    """Also where a turn must not call. Where the client leaves thoughts out, that is the last one before them."""
     messages, before = [{"role": "system", "content": "Be brief. " * 20}, {"role": "user", "content": "Run it."}], 0
     call = "<tool_call>\n<function=run>\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"
-    for turn in range(5):
+    for turn in range(10):
         answers.append(f"{turn}\n</think>\n\nGo:\n{call}")
         fields = {"extra_body": salt, "tool_choice": "none" if turn == 3 else "auto"}
         answer = ask(tools_server, turn, messages=messages, **fields)
         assert cached(answer) == before // BLOCK * BLOCK, turn
         message = answer.choices[0].message
         assert bool(message.tool_calls) == (turn != 3)
-        before = answer.usage.prompt_tokens + answer.usage.completion_tokens - 1
-        messages.append(message.model_dump(exclude_unset=True))
+        kept = {"reasoning_content"} if thoughts == "stripped" else set()
+        begun = len("<think>\n") if kept else 1 - answer.usage.completion_tokens
+        before = answer.usage.prompt_tokens - begun
+        messages.append(message.model_dump(exclude_unset=True, exclude=kept))
         messages += [{"role": "tool", "tool_call_id": call.id, "content": "ok"} for call in message.tool_calls or ()]
-    assert before > 16 * BLOCK
+    assert before > 25 * BLOCK
 
 
 # --- Without a server ------------------------------------------------------------------------------------------------
