@@ -78,8 +78,7 @@ def mixed(served: EngineHarness) -> tuple[dict[int, Any], list[int]]:
     """Adds constrained and free requests, some with the same prompt. Returns what was asked for by id, and the free ones."""
     asked, free = {}, []
     for seed in range(12):
-        prompt = tokens(1, seed % 5, seed % 3)
-        wanted = WANTED[seed % 4]
+        prompt, wanted = tokens(1, seed % 5, seed % 3), WANTED[seed % 4]
         options = {"seed": seed, "temperature": (0.0, 0.7, 1.0, 1.6)[seed // 3 % 4], "top_p": (1.0, 0.9)[seed % 2]}
         asked[ask(served, prompt, wanted, 8 if seed == 8 else 150, **options)] = wanted
         free.append(served.add(prompt, 12, sampling_options={"seed": seed, "temperature": 1.0 if seed % 2 else 0.0}))
@@ -126,8 +125,7 @@ def test_whatever_a_grammar_lets_through_is_of_the_schema(count):
 @pytest.mark.parametrize("mode", MODES)
 def test_preempted_answers_match(tiny, mode):
     served = EngineHarness(tiny, async_sched_mode=mode, blocks=7, slots=4, enable_chunked_prefill=True, max_tokens=128)
-    prompts = [tokens(1, 60, seed) for seed in range(4)]
-    asked = {ask(served, prompt, {"json_object": True}, 90, seed=1, logit_bias=()): prompt for prompt in prompts}
+    asked = [ask(served, tokens(1, 60, at), {"json_object": True}, 90, seed=1, logit_bias=()) for at in range(4)]
     served.run()
     assert any(len(record.requests) > 1 for record in served.records.values())
     for number in asked:
@@ -217,11 +215,8 @@ def test_what_it_does_not_go_with_is_refused(tiny, tiny_mtp, monkeypatch):
 def test_a_grammar_follows_any_answer():
     """One that is decoded again, too, and one that ends before the end of the vocabulary."""
     followed = AnswerGrammar({"regex": "ab?"}, TOKENIZER, 512, [END, 300])
-    allowed = [
-        {at for at in range(512) if followed.mask(list(text))[at // 32] >> at % 32 & 1}
-        for text in (b"", b"a", b"ab", b"")
-    ]
-    assert allowed == [{97}, {98, END, 300}, {END, 300}, {97}]
+    for text, wanted in ((b"", {97}), (b"a", {98, END, 300}), (b"ab", {END, 300}), (b"", {97})):
+        assert {at for at in range(512) if followed.mask(list(text))[at // 32] >> at % 32 & 1} == wanted
     with pytest.raises(FieldError):
         AnswerGrammar({"regex": "a"}, TOKENIZER, 512, [-1])
     wide = AnswerGrammar({"json": record({f"name_{at}": {} for at in range(240)})}, TOKENIZER, 512, [END])

@@ -38,31 +38,28 @@ def schema(number):
 
 
 @torch.inference_mode()
-def tokens_per_s(engine, prompts, wanted, tokens):
-    for number, (prompt, each) in enumerate(zip(prompts, wanted, strict=True)):
+def tokens_per_s(engine, dice, wanted, tokens):
+    for number, each in enumerate(wanted):
         params = greedy(tokens, termination_id=257, return_log_probs=False)
         vars(params).update(SamplingOptions(structured_outputs=each).as_fields())
-        engine.add_request(number, prompt, params)
+        engine.add_request(number, [dice.randrange(258) for _ in range(16)], params)
     synchronize()
     start_s, finished = time.perf_counter(), {}
     run_to_end(engine, finished)
-    synchronize()
-    return sum(len(finished[at].generated_tokens) for at in range(len(prompts))) / (time.perf_counter() - start_s)
+    return sum(len(request.generated_tokens) for request in finished.values()) / (time.perf_counter() - start_s)
 
 
 def main(args) -> None:
     of_model, of_engine = graph_fields(True)
     model, dice = build_hybrid_model(args.preset, seed=0, **of_model), random.Random(0)
-    vocab_size = model.hybrid_config.vocab_size
     fields = engine_fields(model, args.tokens + 64, prompts=2 * args.rows, requests=args.rows) | of_engine
-    engine = build_engine(model, HybridPrefixConfig(), tokenizer=Words(vocab_size), **fields)
+    engine = build_engine(model, HybridPrefixConfig(), tokenizer=Words(model.hybrid_config.vocab_size), **fields)
     wanted = {"none": [None], "one": [schema(0)], "different": list(map(schema, range(args.rows)))}
     found = {name: [] for name in wanted}
     for _ in range(args.rounds):
         for name in dice.sample([*wanted], len(wanted)):
-            prompts = [[dice.randrange(vocab_size) for _ in range(16)] for _ in range(args.rows)]
             each = wanted[name] * (args.rows // len(wanted[name]))
-            found[name].append(tokens_per_s(engine, prompts, each, args.tokens))
+            found[name].append(tokens_per_s(engine, random.Random(0), each, args.tokens))
     medians = {name: statistics.median(values[1:]) for name, values in found.items()}
     report(args, medians | {f"{name} of none": medians[name] / medians["none"] for name in wanted})
 

@@ -134,30 +134,20 @@ def test_thoughts_text_and_calls_plain_and_streamed(tools_server, told):
     unparsed = tools_server.metrics()["unparsed_tool_calls_total", ()]
     for seed, (text, thoughts, content, calls, reason) in enumerate(FORCED):
         told.append(text)
-        whole = ask(tools_server, seed).choices[0]
+        whole = ask(tools_server, seed, logprobs=True).choices[0]
         assert (thoughts_of(whole.message), *said(whole)) == (thoughts, content, calls, reason)
-        choice, deltas = streamed(tools_server, seed)
+        choice, deltas = streamed(tools_server, seed, logprobs=True)
+        assert len(whole.logprobs.content) == len(choice.logprobs.content) == len(text.encode()) + 1, "of all tokens"
         assert "".join(thoughts_of(delta) or "" for delta in deltas) == (thoughts or "")
         assert ((choice.message.content or None), *said(choice)[1:]) == (content or None, calls, reason)
         parts = [call for delta in deltas for call in delta.tool_calls or ()]
         assert [part.index for part in parts] == list(range(len(calls))), "one delta for each call"
-        assert all(
-            part.id and part.function.name and json.loads(part.function.arguments) == ARGUMENTS for part in parts
-        )
+        assert all(part.id and json.loads(part.function.arguments) == ARGUMENTS for part in parts)
         texts = [delta for delta in deltas if delta.content or thoughts_of(delta)]
         assert len(texts) > 3 or "<tool_call>" in text, "thoughts and text are streamed as they come"
     assert tools_server.metrics()["unparsed_tool_calls_total", ()] - unparsed == 2 * 3
     content, calls, reason = said(ask(tools_server, 1, max_tokens=40).choices[0])
     assert (content[:11], calls, reason) == ("<tool_call>", [], "length")
-
-
-def test_log_probs_are_those_of_all_tokens(tools_server, told):
-    told.append(FORCED[2][0])
-    tokens = len(told[0].encode()) + 1
-    assert len(ask(tools_server, 0, logprobs=True).choices[0].logprobs.content) == tokens
-    with ask(tools_server, 0, logprobs=True, stream=True) as chunks:
-        found = [chunk.choices[0].logprobs for chunk in chunks]
-    assert sum(len(each.content) for each in found if each) == tokens
 
 
 @pytest.mark.parametrize("thoughts", ["kept", "stripped"])
@@ -204,15 +194,8 @@ def test_answers_of_families_do_not_depend_on_their_pieces(family):
     prompt = form.render([{"role": "user", "content": "x"}], variables={"tools": TOOLS})
     assert form.calls_tools and '{"strict": false, "name": "run"' in prompt
     call = CALLS[family]
-    texts = [
-        "a \n b\n",
-        f"a\n{call} \n\n{call}\n b ",
-        call[:-1],
-        call.replace("run", "", 1),
-        "<tool_call> </tool_call>",
-        "<to",
-    ]
-    for text in texts:
+    cut, nameless, empty = call[:-1], call.replace("run", "", 1), "<tool_call> </tool_call>"
+    for text in ("a \n b\n", f"a\n{call} \n\n{call}\n b ", cut, nameless, empty, "<to"):
         text = "so\n</think>\n" * thinks + text
         made = [form.answers.parts(prompt, TOOLS) for _ in range(20)]
         whole = pieces(made[0], text, random.Random(5))
@@ -222,25 +205,24 @@ def test_answers_of_families_do_not_depend_on_their_pieces(family):
         arguments = [json.loads(found["function"]["arguments"]) for found in whole.get("tool_calls", ())]
         assert arguments == [ARGUMENTS] * right and whole.get("reasoning_content") == ("so" if thinks else None)
     assert (form.answers.parts(prompt, []) is not None) == thinks, "without calls and thoughts there is only text"
-    calls = [{"function": {"name": "run", "arguments": ARGUMENTS}}]
-    history = [{"role": "assistant", "content": "a", "tool_calls": calls}]
+    history = [
+        {"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "run", "arguments": ARGUMENTS}}]}
+    ]
     assert f"a\n{call}" in form.render(history), "a call goes back into a prompt as it was generated"
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        '{"name": "run", "arguments": {"n": NaN}}', '{"name": "run", "arguments": "x"}', '{"name": "run", "arguments": [1]}',
-        '{"name": "\\ud800"}', '{"name": 3}', '{"arguments": {}}', '{"name": "run", "n": 3}', "[" * 99_999, "{", "", "null",
-        '{"name": "run", "arguments": {"code": "\\ud800"}}',
-    ],
-)  # fmt: skip
-def test_what_is_no_call(wrong):
-    form = AnswerForm(known_template(FAMILIES["hermes"][0]))
-    text = f"<tool_call>{wrong}</tool_call>"
-    assert form.calls_in(text, TOOLS) == []
-    parts = form.parts("", TOOLS)
-    assert parts.feed(text, last=True) == [{"content": text}] and parts.unparsed == 1
+def test_what_is_no_call():
+    form, wrong = (
+        AnswerForm(known_template(FAMILIES["hermes"][0])),
+        ['{"name": "\\ud800"}', '{"name": 3}', '{"arguments": {}}'],
+    )
+    wrong += ['{"name": "run", "n": 3}', "[" * 99_999, "{", "", "null"]
+    wrong += [
+        f'{{"name": "run", "arguments": {given}}}' for given in ('{"n": NaN}', '"x"', "[1]", '{"code": "\\ud800"}')
+    ]
+    for each in wrong:
+        parts, text = form.parts("", TOOLS), f"<tool_call>{each}</tool_call>"
+        assert parts.feed(text, last=True) == [{"content": text}] and parts.unparsed == 1
 
 
 def test_a_folder_says_how_its_answers_are(tmp_path):
@@ -252,7 +234,7 @@ def test_a_folder_says_how_its_answers_are(tmp_path):
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text()) | {"chat_template": "{{ tools }}{{ messages }}<|go|>"}
     call = {"open_pattern": r"<\|call\|>(?P<name>\w+)", "close": "<|done|>", "content": "json"}
-    call["transform"] = {"function": {"name": "{name}", "arguments": "{content}"}}
+    call |= {"transform": {"function": {"name": "{name}", "arguments": "{content}"}}}
     fields = {"content": {"open": "<|final|>", "close": "<|other|>"}, "tool_calls": call}
     file.write_text(json.dumps(config | {"response_template": {"start_anchor": "<|go|>", "fields": fields}}))
     form, tokenizer = load_chat_form(None, folder), HuggingFaceTokenizer(folder)
