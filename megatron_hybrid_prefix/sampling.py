@@ -25,6 +25,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "presence_penalty": (-_MOST, _MOST),
     "repetition_penalty": (1 / _MOST, _MOST),
 }
+_MOST_LEVELS = 100  # of a schema
 _FLAGS = (
     "return_log_probs",
     "skip_prompt_log_probs",
@@ -270,6 +271,12 @@ def _check_structure(field: str, wanted: Any) -> None:
     if not is_right or len(wanted) > 1:
         kinds = "json (a schema), json_object (true), regex, choice (texts) and grammar (Lark)"
         raise FieldError(field, f"{field}={shown(wanted)} must have one of {kinds}")
+    left: list[Any] = [wanted]
+    for _ in range(_MOST_LEVELS):
+        left = [each for items in left for each in (items.values() if isinstance(items, dict) else items)]
+        left = [each for each in left if isinstance(each, dict | list)]
+    if left:  # whoever reads it calls itself for each level
+        raise FieldError(field, f"{field} has more than {_MOST_LEVELS} levels")
 
 
 def check_integer(field: str, value: Any, least: int | None = None, most: int | None = None) -> None:

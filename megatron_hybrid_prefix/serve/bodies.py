@@ -276,13 +276,10 @@ class Body(Fields, ABC):
             raise bad("'stream_options' is only allowed when 'stream' is true.", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise bad("'prompt_logprobs' is not available when 'stream' is true.", "prompt_logprobs")
-        if self.response_format != {"type": "text"}:
-            if self.grammar is self.structured_outputs:
-                raise bad(
-                    "'response_format' is no 'text', 'json_object' or 'json_schema' with a schema.", "response_format"
-                )
-            if self.structured_outputs is not None:
-                raise bad("'response_format' does not go with 'structured_outputs'.", "structured_outputs")
+        has_both = self.structured_outputs is not None
+        if self.response_format != {"type": "text"} and (has_both or self.grammar is None):
+            kinds = "'text', 'json_object' or 'json_schema' with a schema, and without 'structured_outputs'"
+            raise bad(f"'response_format' must be {kinds}.", "response_format")
         if self.best_of not in (None, self.n):
             raise bad("'best_of' is not supported unless it equals 'n'.", "best_of", "unsupported_parameter")
         if self.most_tokens == 0 and not self.echoes and self.prompt_logprobs is None:

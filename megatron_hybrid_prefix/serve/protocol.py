@@ -187,17 +187,16 @@ def read_request(
         )
     stop_tokens = frozenset([*body.stop_token_ids, *(() if body.ignore_eos else other_ends(served.tokenizer))])
     take_places(len(read) * body.n)
-    prompts, most_tokens = [], []
-    least = int(not _returns_log_probs(body))  # without, the engine has nothing to do for 0 tokens
+    prompts = []
     for make in read:
         check()
-        prompt = make()
+        prompts.append(prompt := make())
         if body.routed_experts_prompt_start > len(prompt.tokens):
             name = "routed_experts_prompt_start"
             raise bad(f"'{name}' is above the prompt's {len(prompt.tokens)} tokens.", name)
-        prompts.append(prompt)
-        most_tokens.append(_most_tokens(body.most_tokens, prompt, param, served, least))
     sampling = _sampling(body, served, tenant, stop_tokens, prompts[0])  # may compile a grammar
+    least = int(not sampling["return_log_probs"])  # without, the engine has nothing to do for 0 tokens
+    most_tokens = [_most_tokens(body.most_tokens, prompt, param, served, least) for prompt in prompts]
     return GenerationRequest(
         body=body,
         prompts=prompts,
@@ -208,10 +207,6 @@ def read_request(
         tenant=tenant,
         has_routes=served.gives_routes and body.return_routed_experts is not False,
     )
-
-
-def _returns_log_probs(body: Body) -> bool:
-    return body.top_tokens is not None or body.prompt_logprobs is not None
 
 
 def _wanted(body: Body, served: ServedModel, prompt: Prompt) -> Any:
@@ -251,7 +246,7 @@ def _sampling(
     fields: dict[str, Any] = options.as_fields() | {
         "termination_id": end,
         "stop_token_ids": sorted(stop_tokens) or None,
-        "return_log_probs": _returns_log_probs(body),
+        "return_log_probs": body.top_tokens is not None or body.prompt_logprobs is not None,
         "skip_prompt_log_probs": not body.echoes and body.prompt_logprobs is None,
         "top_n_logprobs": max(body.top_tokens or 0, body.prompt_logprobs or 0),
         "top_n_by_id": True,

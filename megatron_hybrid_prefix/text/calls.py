@@ -149,7 +149,7 @@ def _xml(function: Mapping[str, Any]) -> str:
 def _value(schema: Any, root: Any, strict: bool, name: str) -> str:
     """A value and the end of its tag. Texts have no quotes, so that of what constrains them only a list of values can be followed."""
     types = types_of(schema, root, seen := set[str]())
-    while isinstance(schema, dict) and schema.keys() - _SAYS_NOTHING == {"$ref"} and schema["$ref"] in seen:
+    while isinstance(schema, dict) and schema.keys() - _SAYS_NOTHING == {"$ref"} and str(schema["$ref"]) in seen:
         seen.discard(schema["$ref"])
         schema = _at(root, schema["$ref"])
     schema = schema if isinstance(schema, dict) else {}
@@ -160,8 +160,9 @@ def _value(schema: Any, root: Any, strict: bool, name: str) -> str:
         return f"/[Tt]rue|[Ff]alse/ {_text(_END)}"
     if types and "string" not in types:
         return f"{_schema(schema, root, strict)} {_text(_END)}"
-    kinds = [each.keys() - _SAYS_NOTHING for each in schema.get("anyOf", [schema])]
-    if strict and ({"object", "array"} & {*types} or any(kind != {"type"} for kind in kinds)):
+    kinds = schema["anyOf"] if isinstance(schema.get("anyOf"), list) and says == {"anyOf"} else [schema]
+    plain = [isinstance(kind, dict) and kind.keys() - _SAYS_NOTHING == {"type"} for kind in kinds]
+    if strict and ({"object", "array"} & {*types} or not all(plain)):
         text = f"tools: in this model's calls {json.dumps(name)} cannot follow its schema: leave out 'strict'"
         raise FieldError("tools", text)
     return "VALUE"

@@ -170,8 +170,11 @@ def _grammar(wanted: str) -> tuple[str, Any]:
         case "choice":
             text = make.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
         case _:
-            schema = value if kind == "json" else {"type": "object"}
-            text = make.grammar_from_json_schema(json.dumps(schema), overrides={"lenient": False})
+            schema = json.dumps(value if kind == "json" else {"type": "object"})
+            try:
+                text = make.grammar_from_json_schema(schema, overrides={"lenient": False})
+            except ValueError as error:  # a number that is none
+                _refuse(str(error))
     if len(text) > MOST_CHARACTERS:
         raise FieldError(_FIELD, f"{_FIELD} has {len(text)} characters, more than {MOST_CHARACTERS}")
     return text, llguidance

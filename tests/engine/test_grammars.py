@@ -184,6 +184,8 @@ WRONG = {
     "unknown": ({"xml": "a"}, "one of json"),
     "no texts": ({"choice": []}, "one of json"),
     "no text": ({"choice": [""]}, "one of json"),
+    "deep": ({"json": json.loads('{"a":' * 900 + "1" + "}" * 900)}, "levels"),
+    "infinite": ({"json": {"minimum": float("inf")}}, "cannot be compiled"),
     "long": ({"regex": "a" * 2**19}, "characters"),
     "stack": ({"grammar": CHAIN}, "MiB"),
     "memory": ({"json": {"type": "string", "allOf": [{"pattern": f".*{x}.*"} for x in range(20)]}}, "it takes"),

@@ -105,7 +105,7 @@ TEXT = {"properties": {"text": {"type": "string", "pattern": "a+"}}}
 WRONG = {
     "no schema": ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
     "no such type": ({"response_format": {"type": "xml"}}, "response_format"),
-    "both": ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    "both": ({"structured_outputs": {"regex": "a"}}, "response_format"),
     "no end": ({"ignore_eos": True}, "structured_outputs"),
     "two": ({"response_format": None, "structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     "no tools": (CALL | {"tools": []}, "tool_choice"),

@@ -13,7 +13,6 @@ from tokenizers import AddedToken, Tokenizer
 
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.mcore.engine import sampling
-from megatron_hybrid_prefix.serve.backend import Update
 from megatron_hybrid_prefix.serve.chat_template import ChatForm, load_chat_form
 from megatron_hybrid_prefix.serve.detokenizer import TextStream
 from megatron_hybrid_prefix.serve.errors import ApiError
@@ -78,23 +77,6 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
-@pytest.fixture
-def told(tools_server: Server, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Texts that come without an engine, a few tokens at a time."""
-    texts: list[str] = []
-
-    def submit(task: Any) -> None:
-        tokens = [*texts[task.sampling["sampling_options"]["seed"]].encode(), 257]
-        tokens = tokens[: task.sampling["num_tokens_to_generate"]]
-        for at in range(0, len(tokens), 3):
-            some = tokens[at : at + 3]
-            task.deliver(Update(tokens=some, log_probs=[-1.0] * len(some), finished=tokens[at + 3 :] == []))
-
-    monkeypatch.setattr(tools_server.loop, "submit", submit)
-    monkeypatch.setattr(tools_server.loop, "abort", lambda task: None)
-    return texts
-
-
 def ask(server: Server, seed: int, **fields: Any) -> Any:
     return server.client().chat.completions.create(**CHAT | {"tools": TOOLS, "seed": seed, "max_tokens": 500} | fields)
 
@@ -130,10 +112,10 @@ FORCED = [  # what is generated; thoughts, text, calls, why it ends
 ]
 
 
-def test_thoughts_text_and_calls_plain_and_streamed(tools_server, told):
+def test_thoughts_text_and_calls_plain_and_streamed(tools_server, answers):
     unparsed = tools_server.metrics()["unparsed_tool_calls_total", ()]
     for seed, (text, thoughts, content, calls, reason) in enumerate(FORCED):
-        told.append(text)
+        answers.append(text)
         whole = ask(tools_server, seed, logprobs=True).choices[0]
         assert (thoughts_of(whole.message), *said(whole)) == (thoughts, content, calls, reason)
         choice, deltas = streamed(tools_server, seed, logprobs=True)
