@@ -360,7 +360,7 @@ class Api:
     async def _tokenize(self, request: Request) -> Response:
         body = await self._read_small(request, TokenizeBody)
         if body.messages is not None:
-            messages, more = [message.as_dict() for message in body.messages], {"variables": body.variables}
+            messages, more = [message.as_dict() for message in body.messages], dict[str, Any](variables=body.variables)
             more |= {"begin_answer": body.begins_answer, "add_special_tokens": body.add_special_tokens}
             _, tokens, _ = await to_thread.run_sync(partial(chat_tokens, messages, self._served, **more))
         else:

@@ -73,7 +73,7 @@ class AnswerForm:
             kept = {key: value for key, value in field.items() if key.startswith(("open", "close"))}
             edges[name] = kept | {"transform": "{content}"} if {"open", "open_pattern"} & kept.keys() else {}
         self._is_xml, self._writes = call == _CALLS["<function="], call in _CALLS.values()
-        marks = ((field.get("open"), field.get("close")) for name, field in edges.items() if _is_thought(name))
+        marks: Any = ((field.get("open"), field.get("close")) for name, field in edges.items() if _is_thought(name))
         self._thoughts = next((pair for pair in marks if all(isinstance(mark, str) for mark in pair)), None)
         if self._is_xml:
             edges["tool_calls"] = _MARKS  # also of a call that does not parse
@@ -118,7 +118,7 @@ class AnswerForm:
                 left = regex.sub(tag, "", text, flags=regex.DOTALL)
                 if not field.close_re.fullmatch(left[field.open_re.match(left).end() :].strip()):
                     return []
-            typed = [_typed(tool["function"]) for tool in tools]
+            typed: list[Any] = [_typed(tool["function"]) for tool in tools]
             found = parse_response(text, self.call, prefix="", tools=typed)["tool_calls"]
             return [_api_call(**call["function"]) for call in (found if isinstance(found, list) else [found])]
         except _ERRORS:
