@@ -72,11 +72,14 @@ class AnswerGrammar:
     """
 
     def __init__(self, wanted: Mapping[str, Any], tokenizer: Any, vocab_size: int, ends: Collection[int]) -> None:
-        self._ends = [token for token in ends if 0 <= token < vocab_size]
+        size = min(
+            vocab_size, getattr(tokenizer, "vocab_size", vocab_size)
+        )  # a model may have more, for which there is no text
+        self._ends = [token for token in ends if 0 <= token < size]
         if not self._ends:
             raise FieldError(_FIELD, f"{_FIELD}: no token ends the answer (ignore_eos), but a grammar has an end")
-        self._matcher = _compiled(tokenizer, vocab_size, json.dumps(wanted)).deep_copy()
-        self._own_end, self._taken = vocab_size, 0
+        self._matcher = _compiled(tokenizer, size, json.dumps(wanted)).deep_copy()
+        self._own_end, self._taken = size, 0
         self.ends_now, self.stuck = False, ""
 
     def mask(self, answer: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint32]]:
@@ -86,7 +89,8 @@ class AnswerGrammar:
             answer: Tokens so far; may be fewer than before, of an answer that is decoded again.
 
         Returns:
-            (words,) uint32: bit ``i % 32`` of word ``i // 32`` says whether token ``i`` may come. All bits if it is `stuck`.
+            (words,) uint32: bit ``i % 32`` of word ``i // 32`` says whether token ``i`` may come; tokens without a bit may not. All
+            bits if it is `stuck`.
         """
         matcher = self._matcher
         if len(answer) < self._taken:
@@ -111,13 +115,13 @@ class AnswerGrammar:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(tokenizer: Any, vocab_size: int, wanted: str) -> Any:
+def _compiled(tokenizer: Any, size: int, wanted: str) -> Any:
     """llguidance's matcher, to be copied. Counts work, not time, so that ranks decide alike. The interpreter's lock is free meanwhile."""
     text, llguidance = _grammar(wanted)
     if not hasattr(tokenizer, "token_bytes"):
         raise FieldError(_FIELD, f"{_FIELD} needs the bytes of tokens, which {type(tokenizer).__name__} does not give")
     limits = llguidance.LLParserLimits(**_LIMITS)
-    matcher = llguidance.LLMatcher(_vocabulary(tokenizer, vocab_size), text, log_level=0, limits=limits)
+    matcher = llguidance.LLMatcher(_vocabulary(tokenizer, size), text, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
     _refuse(matcher.get_error())
@@ -181,17 +185,16 @@ def _grammar(wanted: str) -> tuple[str, Any]:
 
 
 @functools.lru_cache(maxsize=4)
-def _vocabulary(tokenizer: Any, vocab_size: int) -> Any:
+def _vocabulary(tokenizer: Any, size: int) -> Any:
     """llguidance's form of a tokenizer: the bytes of each token within a text. Its end token is one more than there are."""
     import llguidance
 
-    known = range(min(vocab_size, tokenizer.vocab_size))
-    texts = [tokenizer.token_bytes(token, token) for token in known]
+    texts = [tokenizer.token_bytes(token, token) for token in range(size)]
 
     class Vocabulary:
-        eos_token_id, bos_token_id = vocab_size, None
-        special_token_ids = (*tokenizer.special, vocab_size)
-        tokens = (*texts, *[b""] * (vocab_size - len(texts)), b"<end of the answer>")
+        eos_token_id, bos_token_id = size, None
+        special_token_ids = (*tokenizer.special, size)
+        tokens = (*texts, b"<end of the answer>")
 
         def __call__(self, text: bytes) -> list[int]:
             return list(tokenizer.tokenize(text.decode(errors="replace")))
