@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_hybrid_prefix.sampling import SamplingOptions
+from megatron_hybrid_prefix.text.grammar import AnswerGrammar
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, DynamicInferenceRequestRecord
 
 
@@ -16,6 +17,7 @@ class RequestRecord(DynamicInferenceRequestRecord):
     Attributes:
         options: Sampling options of the request that megatron does not have, or None.
         ends: Its end tokens; empty: only its length ends it.
+        grammar: What its answer must match, or None.
         replay: Tokens that it decodes again, after it was preempted.
         replays: If set, a preempted request computes only its prompt again, and then decodes its answer again; its record goes here,
             by request id. Otherwise it prefills both.
@@ -24,6 +26,7 @@ class RequestRecord(DynamicInferenceRequestRecord):
 
     options: SamplingOptions | None = None
     ends: tuple[int, ...] = ()
+    grammar: AnswerGrammar | None = None
     replay: Sequence[int] = ()
     replays: dict[int, RequestRecord] | None = None
     continued: Callable[[Any, Any], None] = staticmethod(lambda old, new: None)
