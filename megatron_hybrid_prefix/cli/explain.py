@@ -6,7 +6,7 @@ examples:
     journalctl -u app | jq -c .body | tail -1 | hybrid-prefix explain --request -
 
 --request has the body of a request as the server got it: of /v1/chat/completions if it has "messages", else of /v1/completions.
-The server needs --admin-token, and so does this command. Each replica has a cache of its own, and says what that one has.
+The server needs an admin token (HYBRID_PREFIX_ADMIN_TOKEN), and so does this command. Each replica has a cache of its own, and says what that one has.
 
 exit code: 0; 2 for bad input, or if the server cannot be reached or refuses; 130 after Ctrl-C.
 """

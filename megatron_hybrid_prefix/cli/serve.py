@@ -11,8 +11,9 @@ routes:
     POST /inference/v1/generate                  token ids in, token ids out, as vLLM's
     POST /tokenize, /detokenize; GET /tokenizer_info   as vLLM's
     GET  /v1/models, /version, /health, /health_generate, /metrics   /metrics is for Prometheus
-    POST /admin/reset_cache                      empties the prefix cache; needs --admin-token
-    POST /admin/explain                          what a request would reuse, and why not more; needs --admin-token
+    POST /admin/reset_cache, /admin/explain      empties the prefix cache; what a request would reuse, and why not more
+
+/admin is off unless the variable HYBRID_PREFIX_ADMIN_TOKEN has the token that these requests send.
 
 A response says in usage.prompt_tokens_details.cached_tokens how many prompt tokens were skipped.
 
@@ -39,6 +40,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import parse_qsl, urlsplit
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.console import engine_options as options
@@ -46,7 +48,7 @@ from megatron_hybrid_prefix.console import running, terminal
 from megatron_hybrid_prefix.console.hf import build_model, default_sampling, tokenizer_folder, tokenizer_of
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, Stopped, as_main
 from megatron_hybrid_prefix.serve.chat_template import load_chat_form
-from megatron_hybrid_prefix.support.private_folder import warn_if_others_read
+from megatron_hybrid_prefix.support.private_folder import others_read, warn_if_others_read
 
 ADMIN_TOKEN = "HYBRID_PREFIX_ADMIN_TOKEN"
 NEEDS = ("starlette", "uvicorn", "prometheus_client", "pydantic", "transformers")
@@ -68,9 +70,8 @@ def make_parser() -> ArgumentParser:
     text = "model name in the API (default: that of --preset, or the folder of --hf)"
     add("--served-model-name", metavar="NAME", help=text)
     add("--api-keys", type=Path, metavar="FILE", help="require an API key; each line of FILE is 'NAME KEY'")
-    add(
-        "--admin-token", metavar="TOKEN", help=f"enable the routes /admin/... with this token (default: ${ADMIN_TOKEN})"
-    )
+    text = "go on if others can read the file of --api-keys, or a secret_file of --shared (default: refuse it)"
+    add("--allow-readable-keys", action="store_true", help=text)
     text = "most waiting answers; further requests get 429 (default: %(default)s)"
     add("--max-waiting", type=options.whole_number, default=256, metavar="N", help=text)
     text = "most answers that run or wait for one name of --api-keys; further requests get 429 (default: no limit)"
@@ -81,7 +82,11 @@ def make_parser() -> ArgumentParser:
     add("--step-timeout", type=options.positive_float, default=300.0, metavar="S", help=text)
     text = "seconds that open requests may go on after SIGTERM or Ctrl-C (default: %(default)s)"
     add("--drain-time", type=seconds, default=5.0, metavar="S", help=text)
-    add("--no-access-log", action="store_true", help="do not log a line per request; the lines never have prompts")
+    text = (
+        "least level of log lines; replies are 'info', without prompts, those to probes 'debug' (default: %(default)s)"
+    )
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help=text)
+    add("--log-json", action="store_true", help="log lines are JSON objects")
     text = "largest request body in MiB; larger ones get 413 (default: %(default)s)"
     add("--max-body-mb", type=options.positive_float, default=16.0, metavar="MIB", help=text)
 
@@ -91,7 +96,7 @@ def make_parser() -> ArgumentParser:
     group.add_argument("--chat-template", type=Path, metavar="FILE", help=text)
 
     group = parser.add_argument_group("engine")
-    # A server computes long prompts in chunks unless told otherwise.
+    # A server computes long prompts in chunks.
     options.add_options(
         group,
         "--max-sequence-length",
@@ -107,8 +112,7 @@ def make_parser() -> ArgumentParser:
     add("--prompt-log-probs", nargs="?", type=options.positive_float, const=0.25, metavar="GIB", help=text)
     text = "return 'routed_experts' in choices: which experts each token went through, as vLLM does"
     add("--enable-return-routed-experts", action="store_true", help=text)
-    text = "compute each prompt in one step; prompts longer than --max-tokens are then refused"
-    add("--no-chunked-prefill", action="store_false", dest="chunked_prefill", help=text)
+    parser.set_defaults(chunked_prefill=True)
     return parser
 
 
@@ -125,12 +129,21 @@ def share(text: str) -> float:
     return value
 
 
-def check_options(args: argparse.Namespace) -> Any:
-    """Checks everything that needs neither torch nor a device. Returns the model's configuration."""
+def check_needs() -> None:
+    """Raises InputError if a package is missing."""
     needs = NEEDS + (NEEDS_OF_REPLICAS if terminal.has_other_ranks() else ())
     missing = [name for name in needs if find_spec(name) is None]
     if missing:
         raise InputError(f"{', '.join(missing)} not installed: pip install 'megatron-hybrid-prefix[serve]'")
+
+
+def check_options(args: argparse.Namespace) -> Any:
+    """Checks everything that needs neither torch nor a device. Returns the model's configuration."""
+    with terminal.as_input_errors(ValueError, prefix="--shared: "):
+        shared = dict(parse_qsl(urlsplit(args.shared or "").query))
+    for path in map(Path, filter(None, (args.api_keys, shared.get("secret_file")))):
+        if not args.allow_readable_keys and others_read(path):
+            raise InputError(f"others can read the keys in {path}: chmod 600 it, or give --allow-readable-keys")
     config = options.check_engine_options(args)
     if args.no_cache:
         given = ("mamba_gb", "host_gb", "shared", "verify_hits")
@@ -141,9 +154,8 @@ def check_options(args: argparse.Namespace) -> Any:
     if args.port > 65535:
         raise InputError(f"--port: {args.port} is above 65535")
     args.host = args.host.removeprefix("[").removesuffix("]")  # as an IPv6 address stands in a URL
-    args.admin_token = args.admin_token or os.environ.get(ADMIN_TOKEN) or None
-    if not _can_be_sent(args.admin_token or ""):
-        raise InputError("--admin-token: only visible ASCII characters can be sent in a header")
+    if not _can_be_sent(os.environ.get(ADMIN_TOKEN, "")):
+        raise InputError(f"{ADMIN_TOKEN}: only visible ASCII characters can be sent in a header")
     return config
 
 
@@ -206,19 +218,28 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def end_at_once(number: int, _: object) -> NoReturn:
+    """A handler until the server has its own: one line. The kernel would not end the first process of a container at all."""
+    if terminal.is_main_rank():
+        logging.warning("%s before the server was ready: it ends", signal.Signals(number).name)
+    os._exit(128 + number)
+
+
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     """Runs the command."""
     args = make_parser().parse_args(argv)
+    check_needs()
+    from megatron_hybrid_prefix.serve.front import start_logging
+
+    start_logging(args.log_level, as_json=args.log_json)
     config = check_options(args)
     keys = read_keys(args.api_keys)
     tokenizer = tokenizer_of(args, config.vocab_size)
     sampling = default_sampling(args)
-    from megatron_hybrid_prefix.serve.front import start_logging
-
-    start_logging(access_log=not args.no_access_log)
     chat = load_chat_form(args.chat_template, tokenizer_folder(args), plain=args.hf is None)
     with ExitStack() as stack:
         listener = stack.enter_context(listen(args.host, args.port)) if terminal.is_main_rank() else None
+        signal.signal(signal.SIGTERM, end_at_once)
         platform = stack.enter_context(running.started_platform(args))
         terminal.output_console().print(platform.describe(), markup=False, soft_wrap=True)
         running.budgets_of(args, platform)  # before weights are read
@@ -258,7 +279,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
             read_s=args.read_timeout,
             step_s=args.step_timeout,
             is_private=is_loopback(listener.getsockname()[0]),
-            admin_token=args.admin_token,
+            admin_token=os.environ.get(ADMIN_TOKEN) or None,
             on_start=on_start,
         )
         if platform.world_size == 1:

@@ -33,7 +33,7 @@ from megatron_hybrid_prefix.serve.errors import ApiError, bad, model_not_found, 
 from megatron_hybrid_prefix.serve.event_stream import EventStream, to_json, unless_gone
 from megatron_hybrid_prefix.serve.front import ServerApp
 from megatron_hybrid_prefix.serve.generation import Generation
-from megatron_hybrid_prefix.serve.metrics import ServerMetrics
+from megatron_hybrid_prefix.serve.metrics import ServerMetrics, versions
 from megatron_hybrid_prefix.serve.protocol import ServedModel, chat_tokens, read_request, text_tokens
 from megatron_hybrid_prefix.text.tokenizer import Tokenizer
 
@@ -112,6 +112,7 @@ def make_app(
         **options,
     )
     metrics = ServerMetrics(replicas)
+    metrics.info.info({"model": served.model, **versions()})
     backend = (make_backend or partial(EngineLoop, engine))(metrics.first_token)
     return Api(backend, served, limits, metrics).app(on_start)
 
@@ -163,6 +164,11 @@ class Api:
         app = ServerApp(paths, self._metrics, is_private=is_private, **options)
         app.state.backend, app.state.api = self._engine, self
         return app
+
+    @property
+    def open_requests(self) -> int:
+        """Answers that run or wait, and requests that are read."""
+        return self._engine.open_sequences + self._tokenizing.total() + len(self._reading)
 
     def refuse_more(self) -> None:
         """The server is told to stop: further requests get 503, open ones may go on."""
@@ -267,7 +273,7 @@ class Api:
                 self._metrics.unparsed_calls.inc(choice.parts.unparsed)
             if choice.cached_tokens:
                 self._metrics.hit_depth.observe(choice.cached_tokens)
-        request.state.facts = f" prompt={usage['prompt_tokens']} cached={cached} generated={usage['completion_tokens']}"
+        request.state.facts = dict(prompt=usage["prompt_tokens"], cached=cached, generated=usage["completion_tokens"])
         if gone:
             self._metrics.cancelled.inc()
 
@@ -400,7 +406,8 @@ class Api:
         return JSONResponse(health if len(replicas) == 1 else health | {"replicas": replicas})
 
     def _check_step(self) -> dict[str, str]:
-        """The state of each replica: ok, stuck in a step, or lost. Raises ApiError if none is ok."""
+        """The state of each replica: ok, stuck in a step, or lost. Raises ApiError if none is ok, or the server stops."""
+        self._check_stopping()
         self._check_engine()
         steps_s = self._engine.replica_steps_s.items()
         states = {name: "stuck" if step_s > self._limits.step_s else "ok" for name, step_s in steps_s}

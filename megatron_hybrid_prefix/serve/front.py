@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import time
@@ -24,18 +25,37 @@ request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
 LINE = "%(asctime)s %(levelname)s %(request_id)s %(message)s"
 _GENERATES = ("/v1/completions", "/v1/chat/completions")
+_PROBES = ("/health", "/health_generate", "/metrics")  # asked each few seconds
 
 
-def start_logging(*, access_log: bool) -> None:
+def start_logging(level: str = "info", *, as_json: bool = False) -> None:
     """Log lines on stderr with time, level and request id.
 
     Args:
-        access_log: Whether each reply has a line.
+        level: The least level of this package's lines, such as "info"; of others' at least warnings. Replies are "info",
+            those to probes "debug".
+        as_json: Whether a line is a JSON object.
     """
     logging.basicConfig(format=LINE)
     for handler in logging.getLogger().handlers:
         handler.addFilter(add_request_id)
-    access.setLevel(logging.INFO if access_log else logging.WARNING)
+        if as_json:
+            handler.setFormatter(JsonLines())
+    least = logging.getLevelNamesMapping()[level.upper()]
+    logging.getLogger().setLevel(max(least, logging.WARNING))
+    logging.getLogger("megatron_hybrid_prefix").setLevel(least)
+
+
+class JsonLines(logging.Formatter):
+    """A record as a line of JSON: what `LINE` has, the fields of a reply, and a traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        line = {"time": self.formatTime(record), "level": record.levelname, "request_id": request_id.get()}
+        line |= {"logger": record.name, "message": record.getMessage()} | getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
 
 
 def add_request_id(record: logging.LogRecord) -> bool:
@@ -84,8 +104,11 @@ class ServerApp(Starlette):
             seconds = time.perf_counter() - began_s
             if path in _GENERATES and status == 200:
                 self._metrics.end_to_end.observe(seconds)
-            facts = scope["state"].get("facts", "")
-            access.info("%s %s %d %.3f s%s", scope["method"], path, status, seconds, facts)
+            facts = scope["state"].get("facts", {})
+            fields = {"method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 3)}
+            text = "".join(f" {name}={value}" for name, value in facts.items())
+            level = logging.DEBUG if path in _PROBES else logging.INFO
+            access.log(level, "%s %s %d %.3f s%s", *fields.values(), text, extra={"fields": fields | facts})
 
     def _refusal(self, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:

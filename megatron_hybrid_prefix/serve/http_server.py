@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import resource
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import uvicorn
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 0.05  # between two looks whether a request runs
 # Clients have this long to read the last error, and close.
 _LAST_WORDS_S = 2.0
 # Clients such as httpx close idle connections after 5 s. A server that does so at the same moment fails their next request.
@@ -46,13 +48,13 @@ class HttpServer(uvicorn.Server):
                 ws="none",
                 lifespan="on",
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=int(drain_s + _LAST_WORDS_S),
                 **options,
             )
         )
         self._api, self._drain_s = app.state.api, drain_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._told_s: float | None = None
+        self._signal, self._is_over = 0, False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -64,15 +66,30 @@ class HttpServer(uvicorn.Server):
             self._api.on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See upstream. Refuses new requests, and ends the open ones after a while."""
+        """See upstream. Refuses new requests, but answers probes while the open ones go on, and ends them after a while."""
+        began_s, ends = time.monotonic(), asyncio.get_running_loop().call_later
+        open_requests = self._api.open_requests
         if self._told_s is not None:  # not said by the handler, which may interrupt a log line
-            logging.warning("SIGTERM or Ctrl-C: no new requests; open ones have %g s", self._drain_s)
+            text = "%s: no new requests; open ones (%d) have %g s"
+            logging.warning(text, signal.Signals(self._signal).name, open_requests, self._drain_s)
         self._api.refuse_more()
-        ending = asyncio.get_running_loop().call_later(self._drain_s, self._api.end_all)
+        ending = ends(self._drain_s, self._end_all, "the drain time is over")
         try:
+            while self._api.open_requests and not self._is_over:
+                await asyncio.sleep(_LOOK_S)
+            left_s = max(0.0, began_s + self._drain_s - time.monotonic())
+            self.config.timeout_graceful_shutdown = int((0.0 if self._is_over else left_s) + _LAST_WORDS_S)
             await super().shutdown(sockets)
         finally:
             ending.cancel()
+        if self._told_s is not None:
+            logger.info("the server ends after a drain of %.1f s", time.monotonic() - began_s)
+
+    def _end_all(self, why: str) -> None:
+        if left := self._api.open_requests:
+            logging.warning("%s: open requests (%d) end now", why, left)
+        self._api.end_all()
+        self._is_over = True
 
     def _close_idle(self) -> bool:
         """Closes a connection on which no request runs. Returns whether there was one."""
@@ -88,10 +105,10 @@ class HttpServer(uvicorn.Server):
         """See upstream. Upstream drops all connections at the second SIGINT."""
         now_s = time.monotonic()
         if self._told_s is None:
-            self._told_s = now_s
+            self._told_s, self._signal = now_s, sig
             super().handle_exit(sig, frame)
         elif now_s - self._told_s > SAME_SIGNAL_S and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._api.end_all)
+            self._loop.call_soon_threadsafe(self._end_all, f"{signal.Signals(sig).name} again")
 
 
 class Listener(socket.socket):

@@ -6,13 +6,16 @@ Each field of the cache's statistics becomes a metric, so new fields appear with
 from __future__ import annotations
 
 import inspect
+import os
+import platform
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.metrics import NotReused, PrefixStats, TierStats
 
 PREFIX = "hybrid_prefix"
@@ -77,11 +80,14 @@ class ServerMetrics:
     Attributes:
         gauges: Gauges of the server, by name.
         snapshots: Latest `engine_snapshot` of each replica, by name.
+        info: The model and `versions`, as labels.
     """
 
     def __init__(self, replicas: int = 1) -> None:
         self._replicas = replicas
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.info = Info(PREFIX, "The model, and the versions of what serves it", registry=self.registry)
         self.gauges: dict[str, float] = {}
         self.snapshots: dict[str, list[Sample]] = {}
         self.http = self._made(Counter, "http_requests", "HTTP requests answered", ["path", "status"])
@@ -128,6 +134,18 @@ class ServerMetrics:
             where = {"replica": replica} if self._replicas > 1 else {}
             samples += [(kind, name, value, labels | where) for kind, name, value, labels in snapshot]
         return families_of(samples)
+
+
+def versions() -> dict[str, str]:
+    """Versions of this package, of Python and of what it runs on; ``build``: what an image sets as HYBRID_PREFIX_BUILD."""
+    import torch
+
+    from megatron_hybrid_prefix.upstream.version import find_megatron
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    found = {"version": __version__, "build": os.environ.get("HYBRID_PREFIX_BUILD", ""), "device": device}
+    found |= {"python": platform.python_version(), "torch": torch.__version__}
+    return found | {"megatron_core": str(find_megatron() or "")}
 
 
 def families_of(samples: Iterable[Sample]) -> Iterable[Metric]:

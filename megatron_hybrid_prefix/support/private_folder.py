@@ -104,14 +104,20 @@ class Directory:
             file.close()  # deleted by the process that held it before
 
 
+def others_read(file: Path) -> bool:
+    """Whether others can read a file; False if it cannot be found, of which whoever reads it says so."""
+    with suppress(OSError):
+        status = file.stat()
+        by_group = status.st_mode & stat.S_IRGRP and not _is_own_group(status.st_gid)
+        return bool(by_group or status.st_mode & stat.S_IROTH)
+    return False
+
+
 @cache  # one line for a file
 def warn_if_others_read(file: Path) -> None:
     """Log a warning, on the first rank of a host, if others can read a file with keys."""
-    with suppress(OSError):  # whoever reads it says so
-        status = file.stat()
-        by_group = status.st_mode & stat.S_IRGRP and not _is_own_group(status.st_gid)
-        if (by_group or status.st_mode & stat.S_IROTH) and os.environ.get("LOCAL_RANK", "0") == "0":
-            logger.warning("others can read the keys in %s: chmod 600 it", file)
+    if others_read(file) and os.environ.get("LOCAL_RANK", "0") == "0":
+        logger.warning("others can read the keys in %s: chmod 600 it", file)
 
 
 def _open_to(folder: Path, status: os.stat_result) -> str | None:

@@ -21,6 +21,7 @@ from tests.harness.workers.launch import COMMAND, Prepared, environment, environ
 BLOCK = 64
 LIMIT_TOKENS = 1024
 ADMIN = "admin-secret"
+OWN = {"HYBRID_PREFIX_ADMIN_TOKEN": ADMIN}
 PROMPT = "Keys and values lie in blocks, and a state at the ends of some of them. " * 4
 HIT = len(PROMPT) // BLOCK * BLOCK
 
@@ -143,11 +144,13 @@ def started(
     Torchrun, which GPUs need, ends all ranks if one fails. Without it, the others go on.
     """
     options = ["--port", "0", "--block-size-tokens", str(BLOCK), "--max-sequence-length", str(LIMIT_TOKENS)]
-    options += ["--max-requests", "4", "--max-waiting", "200", "--admin-token", ADMIN, *argv]
+    options += ["--max-requests", "4", "--max-waiting", "200", *argv]
     if with_torchrun:
         process, outputs, errors = _under_torchrun(folder, ["serve", *options], ranks, device)
     else:
-        process = Prepared(folder, COMMAND, "serve", *options, environments=environments_of(ranks))
+        process = Prepared(
+            folder, COMMAND, "serve", *options, environments=tuple(own | OWN for own in environments_of(ranks))
+        )
         outputs, errors = process.outputs, process.errors
     try:
         pids = process.pids if isinstance(process, Prepared) else [process.pid]
@@ -171,6 +174,10 @@ def _under_torchrun(
     output, errors = folder / "output", folder / "errors"
     with output.open("w") as stdout, errors.open("w") as stderr:
         process = subprocess.Popen(
-            [*torchrun(ranks), str(COMMAND), *argv], env=environment(device), stdout=stdout, stderr=stderr, text=True
+            [*torchrun(ranks), str(COMMAND), *argv],
+            env=environment(device) | OWN,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
         )
     return process, [output], [errors]

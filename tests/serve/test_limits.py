@@ -179,7 +179,7 @@ async def app(scope, receive, send):
 listener = bound_socket("127.0.0.1", 0)
 start = lambda: print(listener.getsockname()[1], flush=True)
 quiet = lambda *_: None
-app.state = SimpleNamespace(api=SimpleNamespace(on_start=start, refuse_more=quiet, end_all=quiet))
+app.state = SimpleNamespace(api=SimpleNamespace(on_start=start, refuse_more=quiet, end_all=quiet, open_requests=0))
 HttpServer(app, drain_s=0.0, log_level="warning").run(sockets=[listener])
 """
 

@@ -6,6 +6,9 @@ import io
 import json
 import logging
 import re
+import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,14 +20,16 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.cli import serve
 from megatron_hybrid_prefix.console.engine_options import Budgets
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.metrics import PrefixStats
-from megatron_hybrid_prefix.serve import front
+from megatron_hybrid_prefix.serve import app, front, http_server
 from megatron_hybrid_prefix.serve.metrics import families_of, memory_samples, prefix_samples
+from megatron_hybrid_prefix.support import private_folder
 from tests.harness.limits import HANG_S, wait_until
-from tests.serve.test_serve import BLOCK, COMPLETION, HIT, PROMPT, TOKENIZER, Server, complete, running
+from tests.serve.test_serve import BLOCK, COMPLETION, HIT, PROMPT, TOKENIZER, Server, complete, held, running
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
 
@@ -216,13 +221,19 @@ def test_the_command_logs_in_this_form(monkeypatch, capsys):
     root = logging.Logger("root")
     monkeypatch.setattr(logging, "root", root)
     monkeypatch.setattr(logging, "getLogger", lambda name=None: root)
-    level = front.access.level
-    for on in (True, False):
-        front.start_logging(access_log=on)
-        assert front.access.isEnabledFor(logging.INFO) == on
+    for level in ("debug", "info", "warning"):
+        front.start_logging(level)
+        assert root.level == logging.getLevelNamesMapping()[level.upper()]  # the package's: all are `root` here
     root.warning("hello")
     assert re.fullmatch(r"\S+ \S+ WARNING - hello\n", capsys.readouterr().err)
-    front.access.setLevel(level)
+    front.start_logging(as_json=True)
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        root.exception("no %s", "luck", extra={"fields": {"status": 500}})
+    line = json.loads(capsys.readouterr().err)  # one line
+    assert (line["level"], line["message"], line["status"], line["request_id"]) == ("ERROR", "no luck", 500, "-")
+    assert "ValueError: two\nlines" in line["exception"]
 
 
 # --- The cache, verified or off --------------------------------------------------------------------------------------
@@ -283,3 +294,90 @@ def test_without_the_cache_every_prompt_is_computed_whole(tiny):
         found = server.metrics()
         assert found[("computed_prompt_tokens_total", ())] == 4 * len(PROMPT)
         assert found[("slots", ())] == found[("hit_depth_tokens_count", ())] == 0
+
+
+# --- What an operator signs for --------------------------------------------------------------------------------------
+
+
+def test_probes_are_answered_while_open_requests_go_on(tiny, monkeypatch, caplog):
+    """After SIGTERM, on new connections: an answer goes on to its end; each signal and the end have a line."""
+    caplog.set_level(logging.INFO, "megatron_hybrid_prefix")
+    server = Server(tiny)
+    server._server._drain_s = HANG_S
+    monkeypatch.setattr(app, "_SNAPSHOT_S", 0.0)  # the engine is held
+    server.start()
+    http = server._server
+    try:
+        with held(server, monkeypatch, 1), ThreadPoolExecutor() as pool:
+            answer = pool.submit(complete, server.client(), max_tokens=3)
+            wait_until(lambda: server.loop.open_sequences, "the answer is asked for")
+            http.handle_exit(signal.SIGTERM, None)
+            wait_until(lambda: server.app.state.api._stopping, "it was told to stop")
+            for path in ("/health", "/health_generate"):
+                status, body = server.send(path)
+                assert (status, body["error"]["code"]) == (503, "server_stopping")
+            assert server.metrics()[("open_sequences", ())] == 1
+            assert server.send("/v1/completions", COMPLETION)[0] == 503
+        assert answer.result().usage.completion_tokens == 3
+        server._thread.join(HANG_S)
+    finally:
+        server.stop()
+    lines = [re.sub(r"[0-9.]+ s", "S", record.getMessage()) for record in caplog.records]
+    assert "SIGTERM: no new requests; open ones (1) have S" in lines and "the server ends after a drain of S" in lines
+    replies = [record for record in caplog.records if record.name == front.access.name]
+    assert {record.fields["path"] for record in replies} == {"/v1/completions"}  # probes are "debug"
+    assert [record.fields.get("generated") for record in replies] == [None, 3]
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_the_second_signal_and_the_end_of_the_drain_have_a_line(tiny, monkeypatch, caplog, second):
+    server = Server(tiny)
+    server._server._drain_s = HANG_S if second else 0.0
+    server.start()
+    try:
+        with held(server, monkeypatch, 1), ThreadPoolExecutor() as pool:
+            answer = pool.submit(server.send, "/v1/completions", COMPLETION)
+            wait_until(lambda: server.loop.open_sequences, "the answer is asked for")
+            server._server.handle_exit(signal.SIGTERM, None)
+            if second:
+                monkeypatch.setattr(http_server, "SAME_SIGNAL_S", 0.0)
+                server._server.handle_exit(signal.SIGINT, None)
+            assert answer.result()[0] == 503
+    finally:
+        server.stop()
+    why = "SIGINT again" if second else "the drain time is over"
+    assert f"{why}: open requests (1) end now" in [record.getMessage() for record in caplog.records]
+
+
+def test_metrics_of_the_process_and_its_versions(server):
+    found = server.metrics()
+    assert found[("process_resident_memory_bytes", ())] > 0 and ("process_open_fds", ()) in found
+    (labels,) = [dict(labels) for name, labels in found if name == "info"]
+    assert labels["model"] == "tiny" and labels["version"] == __version__ and labels["device"]
+    assert labels["megatron_core"].startswith("0.") and {"torch", "python", "build"} <= labels.keys()
+
+
+@pytest.mark.parametrize("which", ["--api-keys", "--shared"])
+def test_keys_that_others_can_read_are_refused(which, tmp_path, monkeypatch):
+    monkeypatch.setattr(private_folder, "_is_own_group", lambda group: False)
+    keys = tmp_path / "keys"
+    keys.write_text("name 0123456789abcdef0123456789abcdef\n")
+    value = str(keys) if which == "--api-keys" else f"file://{tmp_path}/tier?gb=1&secret_file={keys}"
+    argv = [which, value, "--host-gb", "1"]
+    for mode, is_refused in ((0o600, False), (0o640, True), (0o604, True)):
+        keys.chmod(mode)
+        for options in (argv, [*argv, "--allow-readable-keys"]):
+            args = serve.make_parser().parse_args(options)
+            if is_refused and options is argv:
+                with pytest.raises(InputError, match=f"others can read the keys in {keys}: chmod 600 it, or"):
+                    serve.check_options(args)
+            else:
+                serve.check_options(args)
+
+
+def test_sigterm_before_the_server_is_ready_has_a_line():
+    code = "import os, signal; from megatron_hybrid_prefix.cli import serve; signal.signal(15, serve.end_at_once)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; os.kill(os.getpid(), 15)"], capture_output=True, text=True, timeout=HANG_S
+    )
+    assert done.returncode == 143 and "SIGTERM before the server was ready: it ends" in done.stderr

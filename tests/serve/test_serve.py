@@ -827,9 +827,11 @@ def test_the_command(tmp_path):
                 list(chunks)
         _, errors = process.communicate(timeout=HANG_S)
         assert process.returncode == 0, errors
-        *replies, told = sorted(errors.splitlines(), key=lambda line: " WARNING " in line)
+        *replies, end, told, cut = sorted(errors.splitlines(), key=lambda line: (" WARNING " in line, line))
         assert [" INFO " in line for line in replies] == [True] * 3, errors  # the three requests
-        assert told.endswith(" WARNING - SIGTERM or Ctrl-C: no new requests; open ones have 0 s"), errors
+        assert " INFO - the server ends after a drain of 0." in end, errors
+        assert told.endswith(" WARNING - SIGINT: no new requests; open ones (1) have 0 s"), errors
+        assert cut.endswith(" WARNING - the drain time is over: open requests (1) end now"), errors
     finally:
         process.kill()
         process.wait()
