@@ -308,7 +308,7 @@ def test_probes_are_answered_while_open_requests_go_on(tiny, monkeypatch, caplog
     server.start()
     http = server._server
     try:
-        with held(server, monkeypatch, 1), ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor() as pool, held(server, monkeypatch, 1):
             answer = pool.submit(complete, server.client(), max_tokens=3)
             wait_until(lambda: server.loop.open_sequences, "the answer is asked for")
             http.handle_exit(signal.SIGTERM, None)
@@ -335,7 +335,7 @@ def test_the_second_signal_and_the_end_of_the_drain_have_a_line(tiny, monkeypatc
     server._server._drain_s = HANG_S if second else 0.0
     server.start()
     try:
-        with held(server, monkeypatch, 1), ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor() as pool, held(server, monkeypatch, 1):
             answer = pool.submit(server.send, "/v1/completions", COMPLETION)
             wait_until(lambda: server.loop.open_sequences, "the answer is asked for")
             server._server.handle_exit(signal.SIGTERM, None)
