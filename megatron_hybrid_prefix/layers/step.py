@@ -254,7 +254,8 @@ class PrefillStep:
 class DecodeStep:
     """The rows that a step decodes, and the position of each request's state. A request's ring has the number of its live index.
 
-    States are written at multiples of ``ring_tokens`` of a request's positions, whatever else runs, and where the cache keeps one.
+    States are written at multiples of ``ring_tokens`` of a request's positions, whatever else runs, where the cache keeps one, and before one
+    moves to the host.
 
     Args:
         ring_tokens: See `RingLayout`.
