@@ -84,6 +84,7 @@ class AnswerGrammar:
             raise FieldError(_FIELD, f"{_FIELD}: no token ends the answer (ignore_eos), but a grammar has an end")
         self._matcher = _compiled(tokenizer, size, json.dumps(wanted)).deep_copy()
         self._own_end, self._taken = size, 0
+        self._mask: np.ndarray[Any, np.dtype[np.uint32]] | None = None
         self.ends_now, self.stuck = False, ""
 
     def mask(self, answer: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint32]]:
@@ -97,13 +98,15 @@ class AnswerGrammar:
             bits if it is `stuck`.
         """
         matcher = self._matcher
+        if self._mask is not None and len(answer) == self._taken:  # asked for again: processed log-probs
+            return self._mask
         if len(answer) < self._taken:
             matcher.reset()
             self._taken = 0
         matcher.consume_tokens(list(answer[self._taken :]))
         self._taken = len(answer)
         # llguidance's end token is one more than the vocabulary has.
-        mask = np.empty(self._own_end // 32 + 1, dtype=np.uint32)
+        mask = self._mask = np.empty(self._own_end // 32 + 1, dtype=np.uint32)
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         is_complete = matcher.is_accepting()
         for token in (self._own_end, *self._ends):

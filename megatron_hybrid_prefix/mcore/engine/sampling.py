@@ -163,9 +163,8 @@ class RowSampling(Sampling):
                 masks[row] = record.grammar.mask(_answer_of(record))
         if not masks:
             return logits
-        words = torch.from_numpy(
-            np.stack([*masks.values()]).view(np.uint8)
-        ).pin_memory()  # a byte of memory for each bit
+        # Bytes: a bit takes a byte of memory, not more.
+        words = torch.from_numpy(np.stack([*masks.values()]).view(np.uint8)).pin_memory()
         given = (torch.tensor([*masks]), torch.arange(8, dtype=torch.uint8), words)
         rows, places, words = (tensor.to(logits.device, non_blocking=True) for tensor in given)
         barred = ((words[:, :, None] >> places) & 1 == 0).flatten(1)[:, :width]
