@@ -254,7 +254,8 @@ class PrefillStep:
 class DecodeStep:
     """The rows that a step decodes, and the position of each request's state. A request's ring has the number of its live index.
 
-    States are written at multiples of ``ring_tokens`` of a request's positions, whatever else runs, and where the cache keeps one.
+    States are written at multiples of ``ring_tokens`` of a request's positions, whatever else runs, where the cache keeps one, and before one
+    moves to the host.
 
     Args:
         ring_tokens: See `RingLayout`.
@@ -272,10 +273,10 @@ class DecodeStep:
         self._ring_tokens = ring_tokens
         self.origins = np.zeros(max_requests, dtype=np.int32)
         sizes: list[tuple[str, int, type[np.int32 | np.int64]]]
-        sizes = [("rings", max_requests, np.int64), ("kept", max_requests, np.int64)]
+        sizes = [("rings", max_requests, np.int64)]
         sizes += [(name, max_requests, np.int32) for name in ("positions", "origins", "ends")]
         self._pinned, self._buffer, self._arrays, self._tensors = _allocate(sizes, device)
-        self._arrays["kept"][:] = NO_SLOT
+        self._tensors["kept"] = torch.full_like(self._tensors["rings"], NO_SLOT)  # flushes of their own keep states
         self._next: tuple[_Integers, _Integers] = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
     def prepare(self, live_indices: _Integers, begins: _Integers, lengths: _Integers, *, decodes: int) -> None:
