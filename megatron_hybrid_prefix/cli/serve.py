@@ -51,6 +51,7 @@ from megatron_hybrid_prefix.serve.chat_template import load_chat_form
 from megatron_hybrid_prefix.support.private_folder import others_read, warn_if_others_read
 
 ADMIN_TOKEN = "HYBRID_PREFIX_ADMIN_TOKEN"
+LOG_LEVELS = [level + form for form in ("", ",json") for level in ("debug", "info", "warning", "error")]
 NEEDS = ("starlette", "uvicorn", "prometheus_client", "pydantic", "transformers")
 NEEDS_OF_REPLICAS = ("zmq", "msgpack")
 _CONNECT_S = 60.0
@@ -82,11 +83,9 @@ def make_parser() -> ArgumentParser:
     add("--step-timeout", type=options.positive_float, default=300.0, metavar="S", help=text)
     text = "seconds that open requests may go on after SIGTERM or Ctrl-C (default: %(default)s)"
     add("--drain-time", type=seconds, default=5.0, metavar="S", help=text)
-    text = (
-        "least level of log lines; replies are 'info', without prompts, those to probes 'debug' (default: %(default)s)"
-    )
-    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help=text)
-    add("--log-json", action="store_true", help="log lines are JSON objects")
+    text = "least level of log lines: replies are 'info', without prompts, those to probes 'debug'; with ',json' lines are JSON "
+    text += "(default: %(default)s)"
+    add("--log-level", choices=LOG_LEVELS, default="info", metavar="LEVEL[,json]", help=text)
     text = "largest request body in MiB; larger ones get 413 (default: %(default)s)"
     add("--max-body-mb", type=options.positive_float, default=16.0, metavar="MIB", help=text)
 
@@ -96,7 +95,7 @@ def make_parser() -> ArgumentParser:
     group.add_argument("--chat-template", type=Path, metavar="FILE", help=text)
 
     group = parser.add_argument_group("engine")
-    # A server computes long prompts in chunks.
+    # A server computes long prompts in chunks unless told otherwise.
     options.add_options(
         group,
         "--max-sequence-length",
@@ -112,7 +111,8 @@ def make_parser() -> ArgumentParser:
     add("--prompt-log-probs", nargs="?", type=options.positive_float, const=0.25, metavar="GIB", help=text)
     text = "return 'routed_experts' in choices: which experts each token went through, as vLLM does"
     add("--enable-return-routed-experts", action="store_true", help=text)
-    parser.set_defaults(chunked_prefill=True)
+    text = "compute each prompt in one step; prompts longer than --max-tokens are then refused"
+    add("--no-chunked-prefill", action="store_false", dest="chunked_prefill", help=text)
     return parser
 
 
@@ -231,7 +231,8 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     check_needs()
     from megatron_hybrid_prefix.serve.front import start_logging
 
-    start_logging(args.log_level, as_json=args.log_json)
+    level, _, form = args.log_level.partition(",")
+    start_logging(level, as_json=form == "json")
     config = check_options(args)
     keys = read_keys(args.api_keys)
     tokenizer = tokenizer_of(args, config.vocab_size)

@@ -145,7 +145,7 @@ def versions() -> dict[str, str]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     found = {"version": __version__, "build": os.environ.get("HYBRID_PREFIX_BUILD", ""), "device": device}
     found |= {"python": platform.python_version(), "torch": torch.__version__}
-    return found | {"megatron_core": str(find_megatron() or "")}
+    return found | {"megatron_core": str(find_megatron() or "").removeprefix("megatron-core ")}
 
 
 def families_of(samples: Iterable[Sample]) -> Iterable[Metric]:

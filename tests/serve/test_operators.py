@@ -83,9 +83,8 @@ def problems_of(query: str, legend: str, known: dict[str, set[str]]) -> list[str
         found += [f"{name} has no label {label}" for label in sorted((kept | selected) - known[name])]
     if "_bucket" in query and "le" not in kept:
         found.append("buckets added up")
-    if any(
-        name.endswith("_total") and f"rate({name}[" not in query and "sum(" + name not in query for name, _ in names
-    ):
+    bare = re.sub(r"\{[^}]*\}", "", query)
+    if any(name.endswith("_total") and f"rate({name}[" not in bare and "sum(" + name not in bare for name, _ in names):
         found.append("a counter without rate")
     if query.count("(") != query.count(")"):
         found.append("parentheses")
