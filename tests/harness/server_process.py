@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -21,7 +22,6 @@ from tests.harness.workers.launch import COMMAND, Prepared, environment, environ
 BLOCK = 64
 LIMIT_TOKENS = 1024
 ADMIN = "admin-secret"
-OWN = {"HYBRID_PREFIX_ADMIN_TOKEN": ADMIN}
 PROMPT = "Keys and values lie in blocks, and a state at the ends of some of them. " * 4
 HIT = len(PROMPT) // BLOCK * BLOCK
 
@@ -145,13 +145,12 @@ def started(
     """
     options = ["--port", "0", "--block-size-tokens", str(BLOCK), "--max-sequence-length", str(LIMIT_TOKENS)]
     options += ["--max-requests", "4", "--max-waiting", "200", *argv]
-    if with_torchrun:
-        process, outputs, errors = _under_torchrun(folder, ["serve", *options], ranks, device)
-    else:
-        process = Prepared(
-            folder, COMMAND, "serve", *options, environments=tuple(own | OWN for own in environments_of(ranks))
-        )
-        outputs, errors = process.outputs, process.errors
+    with patch.dict("os.environ", HYBRID_PREFIX_ADMIN_TOKEN=ADMIN):
+        if with_torchrun:
+            process, outputs, errors = _under_torchrun(folder, ["serve", *options], ranks, device)
+        else:
+            process = Prepared(folder, COMMAND, "serve", *options, environments=environments_of(ranks))
+            outputs, errors = process.outputs, process.errors
     try:
         pids = process.pids if isinstance(process, Prepared) else [process.pid]
 
@@ -174,10 +173,6 @@ def _under_torchrun(
     output, errors = folder / "output", folder / "errors"
     with output.open("w") as stdout, errors.open("w") as stderr:
         process = subprocess.Popen(
-            [*torchrun(ranks), str(COMMAND), *argv],
-            env=environment(device) | OWN,
-            stdout=stdout,
-            stderr=stderr,
-            text=True,
+            [*torchrun(ranks), str(COMMAND), *argv], env=environment(device), stdout=stdout, stderr=stderr, text=True
         )
     return process, [output], [errors]

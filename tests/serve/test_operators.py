@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -298,54 +299,50 @@ def test_without_the_cache_every_prompt_is_computed_whole(tiny):
 # --- What an operator signs for --------------------------------------------------------------------------------------
 
 
-def test_probes_are_answered_while_open_requests_go_on(tiny, monkeypatch, caplog):
-    """After SIGTERM, on new connections: an answer goes on to its end; each signal and the end have a line."""
+@pytest.mark.parametrize("again", [False, True])
+def test_a_drain_has_its_lines_and_answers_probes(tiny, monkeypatch, caplog, again):
+    """The open request goes on to its end, or to the second signal. Probes come on new connections."""
     caplog.set_level(logging.INFO, "megatron_hybrid_prefix")
-    server = Server(tiny)
-    server._server._drain_s = HANG_S
     monkeypatch.setattr(app, "_SNAPSHOT_S", 0.0)  # the engine is held
-    server.start()
+    monkeypatch.setattr(http_server, "SAME_SIGNAL_S", 0.0)
+    server = Server(tiny)
     http = server._server
+    http._drain_s = HANG_S
+    server.start()
     try:
         with ThreadPoolExecutor() as pool, held(server, monkeypatch, 1):
-            answer = pool.submit(complete, server.client(), max_tokens=3)
+            answer = pool.submit(server.send, "/v1/completions", COMPLETION | {"max_tokens": 3})
             wait_until(lambda: server.loop.open_sequences, "the answer is asked for")
             http.handle_exit(signal.SIGTERM, None)
             wait_until(lambda: server.app.state.api._stopping, "it was told to stop")
-            for path in ("/health", "/health_generate"):
-                status, body = server.send(path)
-                assert (status, body["error"]["code"]) == (503, "server_stopping")
+            for path in ("/health", "/health_generate", "/v1/completions"):
+                assert server.send(path, COMPLETION if "v1" in path else None)[0] == 503
             assert server.metrics()[("open_sequences", ())] == 1
-            assert server.send("/v1/completions", COMPLETION)[0] == 503
-        assert answer.result().usage.completion_tokens == 3
+            if again:
+                http.handle_exit(signal.SIGINT, None)
+                answer.result()
+        assert answer.result()[0] == (503 if again else 200)
         server._thread.join(HANG_S)
     finally:
         server.stop()
     lines = [re.sub(r"[0-9.]+ s", "S", record.getMessage()) for record in caplog.records]
+    assert ("SIGINT again: open requests (1) end now" in lines) == again
     assert "SIGTERM: no new requests; open ones (1) have S" in lines and "the server ends after a drain of S" in lines
-    replies = [record for record in caplog.records if record.name == front.access.name]
-    assert {record.fields["path"] for record in replies} == {"/v1/completions"}  # probes are "debug"
-    assert [record.fields.get("generated") for record in replies] == [None, 3]
+    replies = [record.fields for record in caplog.records if record.name == front.access.name]
+    assert [(each["path"], each["status"]) for each in replies] == [  # those to probes are "debug"
+        ("/v1/completions", 503),
+        ("/v1/completions", 503 if again else 200),
+    ]
 
 
-@pytest.mark.parametrize("second", [True, False])
-def test_the_second_signal_and_the_end_of_the_drain_have_a_line(tiny, monkeypatch, caplog, second):
-    server = Server(tiny)
-    server._server._drain_s = HANG_S if second else 0.0
-    server.start()
-    try:
-        with ThreadPoolExecutor() as pool, held(server, monkeypatch, 1):
-            answer = pool.submit(server.send, "/v1/completions", COMPLETION)
-            wait_until(lambda: server.loop.open_sequences, "the answer is asked for")
-            server._server.handle_exit(signal.SIGTERM, None)
-            if second:
-                monkeypatch.setattr(http_server, "SAME_SIGNAL_S", 0.0)
-                server._server.handle_exit(signal.SIGINT, None)
-            assert answer.result()[0] == 503
-    finally:
-        server.stop()
-    why = "SIGINT again" if second else "the drain time is over"
-    assert f"{why}: open requests (1) end now" in [record.getMessage() for record in caplog.records]
+def test_sigterm_before_the_server_is_ready_has_a_line():
+    code = """if True:
+        import os, signal
+        from megatron_hybrid_prefix.cli import serve
+        serve.running.started_platform = lambda _: os.kill(os.getpid(), signal.SIGTERM)
+        serve.main(["--port", "0"])"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 143 and "SIGTERM before the server was ready: it ends" in done.stderr
 
 
 def test_metrics_of_the_process_and_its_versions(server):
@@ -356,27 +353,15 @@ def test_metrics_of_the_process_and_its_versions(server):
     assert labels["megatron_core"].startswith("0.") and {"torch", "python", "build"} <= labels.keys()
 
 
-@pytest.mark.parametrize("which", ["--api-keys", "--shared"])
-def test_keys_that_others_can_read_are_refused(which, tmp_path, monkeypatch):
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o604])
+@pytest.mark.parametrize("option", ["--api-keys={keys}", "--shared=file://{folder}/tier?gb=1&secret_file={keys}"])
+def test_keys_that_others_can_read_are_refused(option, mode, tmp_path, monkeypatch):
     monkeypatch.setattr(private_folder, "_is_own_group", lambda group: False)
     keys = tmp_path / "keys"
-    keys.write_text("name 0123456789abcdef0123456789abcdef\n")
-    value = str(keys) if which == "--api-keys" else f"file://{tmp_path}/tier?gb=1&secret_file={keys}"
-    argv = [which, value, "--host-gb", "1"]
-    for mode, is_refused in ((0o600, False), (0o640, True), (0o604, True)):
-        keys.chmod(mode)
-        for options in (argv, [*argv, "--allow-readable-keys"]):
-            args = serve.make_parser().parse_args(options)
-            if is_refused and options is argv:
-                with pytest.raises(InputError, match=f"others can read the keys in {keys}: chmod 600 it, or"):
-                    serve.check_options(args)
-            else:
-                serve.check_options(args)
-
-
-def test_sigterm_before_the_server_is_ready_has_a_line():
-    code = "import os, signal; from megatron_hybrid_prefix.cli import serve; signal.signal(15, serve.end_at_once)"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}; os.kill(os.getpid(), 15)"], capture_output=True, text=True, timeout=HANG_S
-    )
-    assert done.returncode == 143 and "SIGTERM before the server was ready: it ends" in done.stderr
+    keys.write_text("name 0123456789abcdef\n")
+    keys.chmod(mode)
+    argv = [option.format(keys=keys, folder=tmp_path), "--host-gb=1"]
+    is_refused = pytest.raises(InputError, match=f"others can read the keys in {keys}: chmod 600 it, or")
+    with nullcontext() if mode == 0o600 else is_refused:
+        serve.check_options(serve.make_parser().parse_args(argv))
+    serve.check_options(serve.make_parser().parse_args([*argv, "--allow-readable-keys"]))
