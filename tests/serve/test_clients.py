@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 import socket
 import threading
@@ -593,76 +592,6 @@ def test_keys_that_cannot_be_sent_are_refused(tmp_path):
     file.write_text("name schlüssel\n")
     with pytest.raises(InputError, match="visible ASCII"):
         read_keys(file)
-
-
-@pytest.mark.parametrize(("mode", "lines"), [(0o600, 0), (0o640, 1), (0o604, 1)])
-def test_keys_that_others_can_read_are_warned_of(tmp_path, monkeypatch, caplog, mode, lines):
-    """Once for each file: API keys, and the secret of the cache's keys."""
-    from megatron_hybrid_prefix.cli.serve import read_keys
-    from megatron_hybrid_prefix.support import private_folder
-    from megatron_hybrid_prefix.tiers.settings import TierSettings
-
-    monkeypatch.setattr(private_folder, "_is_own_group", lambda group: False)
-    keys, secret = tmp_path / "keys", tmp_path / "secret"
-    for file in (keys, secret):
-        file.write_text("name 0123456789abcdef\n")
-        file.chmod(mode)
-    for _ in range(2):
-        assert read_keys(keys) == {"0123456789abcdef": "name"}
-        TierSettings(secret_file=secret).secret()
-    assert len(caplog.records) == 2 * lines
-    assert all(f"others can read the keys in {file}" in caplog.text for file in (keys, secret)[: 2 * lines])
-
-
-def test_the_end_tells_clients_that_still_wait(tiny, monkeypatch, caplog):
-    """A stream gets an error and [DONE], a waiting request 503, a half-sent one 503; nothing is logged as an error."""
-    server = Server(tiny, max_requests=1)
-    server.start()
-    found: dict[str, Any] = {}
-
-    async def ask() -> None:
-        async def stream() -> None:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            body = json.dumps(COMPLETION | {"stream": True, "max_tokens": 1000, "ignore_eos": True}).encode()
-            writer.write(post("/v1/completions", body))
-            await reader.readuntil(b"data: ")
-            begun.set()
-            found["stream"] = await reader.readuntil(b"[DONE]\n\n")
-            writer.close()
-
-        async def wait() -> None:
-            await begun.wait()
-            found["waiting"] = await asyncio.to_thread(server.send, "/v1/completions", COMPLETION)
-
-        async def half() -> None:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(post("/v1/completions", b"{", length=100))
-            await begun.wait()
-            found["half"] = await reader.readuntil(b"\r\n")
-            writer.close()
-
-        begun = asyncio.Event()
-        async with asyncio.TaskGroup() as group:
-            group.create_task(stream())
-            group.create_task(wait())
-            group.create_task(half())
-            await begun.wait()
-            while server.loop.open_sequences < 2:
-                await asyncio.sleep(0.01)
-            loop = server.loop._loop
-            loop.call_soon_threadsafe(server.app.state.api.refuse_more)
-            assert (await asyncio.to_thread(server.send, "/v1/completions", COMPLETION))[0] == 503
-            loop.call_soon_threadsafe(server.app.state.api.end_all)
-
-    try:
-        with held(server, monkeypatch):
-            asyncio.run(asyncio.wait_for(ask(), HANG_S))
-    finally:
-        server.stop()
-    assert b'"server_stopping"' in found["stream"]
-    assert found["waiting"][0] == 503 and found["waiting"][1]["error"]["code"] == "server_stopping"
-    assert b" 503 " in found["half"]
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_metrics_have_help_and_types(server):

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -30,6 +31,7 @@ from megatron_hybrid_prefix.serve import app, front, http_server
 from megatron_hybrid_prefix.serve.metrics import families_of, memory_samples, prefix_samples
 from megatron_hybrid_prefix.support import private_folder
 from tests.harness.limits import HANG_S, wait_until
+from tests.harness.server_process import post
 from tests.serve.test_serve import BLOCK, COMPLETION, HIT, PROMPT, TOKENIZER, Server, complete, held, running
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
@@ -221,16 +223,12 @@ def test_the_command_logs_in_this_form(monkeypatch, capsys):
     root = logging.Logger("root")
     monkeypatch.setattr(logging, "root", root)
     monkeypatch.setattr(logging, "getLogger", lambda name=None: root)
-    for level in ("debug", "info", "warning"):
-        front.start_logging(level)
-        assert root.level == logging.getLevelNamesMapping()[level.upper()]  # the package's: all are `root` here
+    front.start_logging("debug")
+    assert root.level == logging.DEBUG  # the package's: all are `root` here
     root.warning("hello")
     assert re.fullmatch(r"\S+ \S+ WARNING - hello\n", capsys.readouterr().err)
     front.start_logging(as_json=True)
-    try:
-        raise ValueError("two\nlines")
-    except ValueError:
-        root.exception("no %s", "luck", extra={"fields": {"status": 500}})
+    root.error("no %s", "luck", extra={"fields": {"status": 500}}, exc_info=ValueError("two\nlines"))
     line = json.loads(capsys.readouterr().err)  # one line
     assert (line["level"], line["message"], line["status"], line["request_id"]) == ("ERROR", "no luck", 500, "-")
     assert "ValueError: two\nlines" in line["exception"]
@@ -301,38 +299,48 @@ def test_without_the_cache_every_prompt_is_computed_whole(tiny):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_drain_has_its_lines_and_answers_probes(tiny, monkeypatch, caplog, again):
-    """The open request goes on to its end, or to the second signal. Probes come on new connections."""
+    """What is open goes on to its end, or to the second signal: a stream, an answer that waits, half of a request."""
     caplog.set_level(logging.INFO, "megatron_hybrid_prefix")
     monkeypatch.setattr(app, "_SNAPSHOT_S", 0.0)  # the engine is held
     monkeypatch.setattr(http_server, "SAME_SIGNAL_S", 0.0)
-    server = Server(tiny)
-    http = server._server
+    server = Server(tiny, max_requests=1)
+    http, api = server._server, server.app.state.api
     http._drain_s = HANG_S
     server.start()
-    try:
-        with ThreadPoolExecutor() as pool, held(server, monkeypatch, 1):
-            answer = pool.submit(server.send, "/v1/completions", COMPLETION | {"max_tokens": 3})
-            wait_until(lambda: server.loop.open_sequences, "the answer is asked for")
-            http.handle_exit(signal.SIGTERM, None)
-            wait_until(lambda: server.app.state.api._stopping, "it was told to stop")
-            for path in ("/health", "/health_generate", "/v1/completions"):
-                assert server.send(path, COMPLETION if "v1" in path else None)[0] == 503
-            assert server.metrics()[("open_sequences", ())] == 1
-            if again:
-                http.handle_exit(signal.SIGINT, None)
-                answer.result()
-        assert answer.result()[0] == (503 if again else 200)
-        server._thread.join(HANG_S)
-    finally:
-        server.stop()
+    stream, half = (socket.create_connection(("127.0.0.1", server.port), HANG_S) for _ in range(2))
+    with stream, half, ThreadPoolExecutor() as pool:
+        try:
+            with held(server, monkeypatch):
+                body = COMPLETION | {"stream": True, "max_tokens": 100, "ignore_eos": True}
+                stream.sendall(post("/v1/completions", json.dumps(body).encode()))
+                events = stream.makefile("rb")
+                assert any(line.startswith(b"data: {") for line in events)
+                half.sendall(post("/v1/completions", b"{", length=100))
+                waiting = pool.submit(server.send, "/v1/completions", COMPLETION)
+                wait_until(lambda: api.open_requests == 3, "all are open")
+                http.handle_exit(signal.SIGTERM, None)
+                wait_until(lambda: api._stopping, "it was told to stop")
+                for path, asked in (("/health", None), ("/health_generate", None), ("/v1/completions", COMPLETION)):
+                    assert server.send(path, asked)[0] == 503
+                assert server.metrics()[("open_sequences", ())] == 2
+                if again:
+                    http.handle_exit(signal.SIGINT, None)
+                    assert b" 503 " in half.recv(4096)
+                    assert waiting.result()[1]["error"]["code"] == "server_stopping"
+                else:
+                    half.close()
+            streamed = events.read()
+            assert b"[DONE]" in streamed and (b'"server_stopping"' in streamed) == again
+            assert waiting.result()[0] == (503 if again else 200)
+            server._thread.join(HANG_S)
+        finally:
+            server.stop()
     lines = [re.sub(r"[0-9.]+ s", "S", record.getMessage()) for record in caplog.records]
-    assert ("SIGINT again: open requests (1) end now" in lines) == again
-    assert "SIGTERM: no new requests; open ones (1) have S" in lines and "the server ends after a drain of S" in lines
-    replies = [record.fields for record in caplog.records if record.name == front.access.name]
-    assert [(each["path"], each["status"]) for each in replies] == [  # those to probes are "debug"
-        ("/v1/completions", 503),
-        ("/v1/completions", 503 if again else 200),
-    ]
+    assert ("SIGINT again: open requests (3) end now" in lines) == again
+    assert "SIGTERM: no new requests; open ones (3) have S" in lines and "the server ends after a drain of S" in lines
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    replies = [record.fields["path"] for record in caplog.records if record.name == front.access.name]
+    assert set(replies) == {"/v1/completions"}  # those to probes are "debug"
 
 
 def test_sigterm_before_the_server_is_ready_has_a_line():
@@ -355,13 +363,17 @@ def test_metrics_of_the_process_and_its_versions(server):
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o604])
 @pytest.mark.parametrize("option", ["--api-keys={keys}", "--shared=file://{folder}/tier?gb=1&secret_file={keys}"])
-def test_keys_that_others_can_read_are_refused(option, mode, tmp_path, monkeypatch):
+def test_keys_that_others_can_read_are_refused_or_named_once(option, mode, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(private_folder, "_is_own_group", lambda group: False)
     keys = tmp_path / "keys"
     keys.write_text("name 0123456789abcdef\n")
     keys.chmod(mode)
     argv = [option.format(keys=keys, folder=tmp_path), "--host-gb=1"]
-    is_refused = pytest.raises(InputError, match=f"others can read the keys in {keys}: chmod 600 it, or")
-    with nullcontext() if mode == 0o600 else is_refused:
+    line = f"others can read the keys in {keys}: chmod 600 it"
+    with nullcontext() if mode == 0o600 else pytest.raises(InputError, match=line):
         serve.check_options(serve.make_parser().parse_args(argv))
-    serve.check_options(serve.make_parser().parse_args([*argv, "--allow-readable-keys"]))
+    args = serve.make_parser().parse_args([*argv, "--allow-readable-keys"])
+    for _ in range(2):
+        serve.check_options(args)
+        serve.read_keys(args.api_keys)
+    assert caplog.text.count(line) == (mode != 0o600)
