@@ -67,18 +67,17 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See upstream. Refuses new requests, but answers probes while the open ones go on, and ends them after a while."""
-        began_s, ends = time.monotonic(), asyncio.get_running_loop().call_later
-        open_requests = self._api.open_requests
+        began_s = time.monotonic()
         if self._told_s is not None:  # not said by the handler, which may interrupt a log line
             text = "%s: no new requests; open ones (%d) have %g s"
-            logging.warning(text, signal.Signals(self._signal).name, open_requests, self._drain_s)
+            logging.warning(text, signal.Signals(self._signal).name, self._api.open_requests, self._drain_s)
         self._api.refuse_more()
-        ending = ends(self._drain_s, self._end_all, "the drain time is over")
+        ending = asyncio.get_running_loop().call_later(self._drain_s, self._end_all, "the drain time is over")
         try:
             while self._api.open_requests and not self._is_over:
                 await asyncio.sleep(_LOOK_S)
-            left_s = max(0.0, began_s + self._drain_s - time.monotonic())
-            self.config.timeout_graceful_shutdown = int((0.0 if self._is_over else left_s) + _LAST_WORDS_S)
+            left_s = 0.0 if self._is_over else max(0.0, began_s + self._drain_s - time.monotonic())
+            self.config.timeout_graceful_shutdown = int(left_s + _LAST_WORDS_S)
             await super().shutdown(sockets)
         finally:
             ending.cancel()
