@@ -93,6 +93,12 @@ class LayerKind(ABC):
             return ()
         return tuple(replace(each, name=f"{each.name}_after", shape=(step_tokens, *each.shape)) for each in state)
 
+    def open_ring(
+        self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
+    ) -> tuple[StateComponent, ...]:
+        """The ring of a decode with a prefill's bits: the inputs of the open chunk of ``tokens``. By default there is no such decode."""
+        raise ValueError(f"layers of kind {self.name} have no decode with the bits of their prefill")
+
     def flush(self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: RingRows) -> None:
         """Advance one layer's states of some rows to `RingRows.ends`, in their slots and in those that are given them, too.
 

@@ -7,16 +7,18 @@ megatron's methods.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name, register_layer_kind
-from megatron_hybrid_prefix.layers.components import mamba2_components, mamba2_ring
+from megatron_hybrid_prefix.layers.components import mamba2_components, mamba2_open_ring, mamba2_ring
 from megatron_hybrid_prefix.layers.step import PrefillStep
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, flush_states, flush_windows, update_states
-from megatron_hybrid_prefix.ops.mamba_scan import scan_by_slots
-from megatron_hybrid_prefix.ops.rings import RingRows
+from megatron_hybrid_prefix.ops.mamba_scan import continue_scan, scan_by_slots
+from megatron_hybrid_prefix.ops.rings import OpenRows, RingRows
+from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.pool.layout import StateComponent
 from megatron_hybrid_prefix.upstream.mixer import MambaMixer, StepSeam, refresh_decode_parameters
 
@@ -34,6 +36,20 @@ class HybridPrefixMambaMixer(StepSeam):
         z, xBC, dt = self._parts(zxBCdt)
         weight, bias = self.cp.get_conv1d_weight().squeeze(1), self.cp.get_conv1d_bias()
         convolved = convolve_tokens(xBC, states["conv"], weight, bias, recent=ring["conv_recent"], rows=rows)
+        if isinstance(rows, OpenRows):
+            (xBC,), (dt,), (gate,) = (each.unbind(1) for each in (convolved, dt, z))
+            y = continue_scan(
+                xBC,
+                states["ssm"],
+                rows.chunks[self.chunk_size],
+                dt=dt,
+                z=None if self.rmsnorm else gate.unflatten(1, (-1, self.headdim)),
+                inputs=ring["ssm_inputs"],
+                steps=ring["ssm_dt"],
+                **self._of_scan(),
+            )
+            y = y.flatten(1).unsqueeze(1)
+            return self.norm(y, z) if self.rmsnorm else y
         y = update_states(
             convolved,
             dt,
@@ -48,6 +64,16 @@ class HybridPrefixMambaMixer(StepSeam):
         )
         return self.norm(y, z) if self.rmsnorm else y
 
+    def _of_scan(self) -> dict[str, Any]:
+        """What a scan needs of the layer."""
+        D = self.cp.get_D()
+        return {
+            "A": -torch.exp(self.cp.get_A_log().float()),
+            "D": D.float().view(-1, self.headdim) if self.D_has_hdim else D,
+            "dt_bias": self.cp.get_dt_bias(),
+            "chunk_tokens": self.chunk_size,
+        }
+
     def _parts(self, zxBCdt: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(..., in_proj's width) to the gate, the convolution's inputs, and dt: all (..., width of the part)."""
         convolved = self.d_inner_local_tp + 2 * self.ngroups_local_tp * self.d_state
@@ -58,6 +84,7 @@ class HybridPrefixMambaMixer(StepSeam):
     ) -> torch.Tensor:
         tokens, groups = zxBCdt.shape[0], self.ngroups_local_tp * self.d_state
         chunks, slots = step.chunks[self.chunk_size], step.slots(self.chunk_size)
+        of_states = step.slots_of_states(self.chunk_size)
         z, xBC, dt = self._parts(zxBCdt.squeeze(1))
         convolved = convolve_from_slots(  # reads the sources before windows are written
             xBC,
@@ -70,23 +97,23 @@ class HybridPrefixMambaMixer(StepSeam):
         )
         write_conv_windows(xBC, conv_state, chunk_bounds=chunks.bounds, **slots)
         x, B, C = torch.split(convolved, [self.d_inner_local_tp, groups, groups], dim=-1)
-        D = self.cp.get_D()
         by_head = (-1, self.headdim)
         y = scan_by_slots(
             ssm_state,
             chunks.bounds,
-            **slots,
+            **of_states,
             x=x.unflatten(1, by_head),
             dt=dt,
-            A=-torch.exp(self.cp.get_A_log().float()),
             B=B.unflatten(1, (-1, self.d_state)),
             C=C.unflatten(1, (-1, self.d_state)),
-            D=D.float().view(-1, self.headdim) if self.D_has_hdim else D,
             z=None if self.rmsnorm else z.unflatten(1, by_head),
-            dt_bias=self.cp.get_dt_bias(),
-            chunk_tokens=self.chunk_size,
             wrong=step.wrong,
+            **self._of_scan(),
         )
+        if step.is_open:
+            ring = self._context.ring_of_layer(self.slot_layer_number)
+            left = (ring["ssm_inputs"], convolved[:, : -C.shape[1]]), (ring["ssm_dt"], dt)
+            step.leave_open(self.chunk_size, ssm_state, *left)
         y = y.view(tokens, 1, -1)
         return self.norm(y, z.unsqueeze(1)) if self.rmsnorm else y
 
@@ -126,9 +153,17 @@ class Mamba2(LayerKind):
     ) -> tuple[StateComponent, ...]:
         return mamba2_ring(state, tokens, step_tokens, dtype)
 
+    def open_ring(
+        self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
+    ) -> tuple[StateComponent, ...]:
+        return mamba2_open_ring(state, tokens, step_tokens, dtype)
+
     def flush(self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: RingRows) -> None:
         flush_windows(states["conv"], ring["conv_recent"], rows)
-        flush_states(states["ssm"], ring["ssm_inputs"], ring["ssm_steps"], rows)
+        if "ssm_dt" in ring:  # the state is there
+            copy_slots(states["ssm"][None], states["ssm"][None], rows.slots, rows.kept)
+        else:
+            flush_states(states["ssm"], ring["ssm_inputs"], ring["ssm_steps"], rows)
 
     def invalidate(self, module: torch.nn.Module) -> None:
         refresh_decode_parameters(module)

@@ -13,10 +13,12 @@ before it, not on what else is in the step. One file: the parts agree on roundin
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from megatron_hybrid_prefix.ops.elementwise import is_wrong, silu, softplus, stable_softplus, zero_wrong
+from megatron_hybrid_prefix.ops.rings import OpenChunks
 from megatron_hybrid_prefix.ops.triton_or_torch import jit, multiprocessors, runs_kernel, tl, triton
 
 _BLOCK = 64  # of a state's rows and columns, and of tokens, in a program of the states
@@ -66,6 +68,50 @@ def scan_by_slots(
     before = pass_states(x, steps, B, log_decay, bounds, states, **slots)
     chunk_outputs(x, steps, log_decay, B, C, before, bounds, D=D, z=z, out=y)
     return y
+
+
+def continue_scan(
+    xBC: torch.Tensor,
+    states: torch.Tensor,
+    chunks: OpenChunks,
+    *,
+    dt: torch.Tensor,
+    z: torch.Tensor | None,
+    inputs: torch.Tensor,
+    steps: torch.Tensor,
+    **of_layer: Any,
+) -> torch.Tensor:
+    """One token of each row, with the bits that `scan_by_slots` gives it.
+
+    Args:
+        xBC: (rows, heads x headdim + 2 x groups x d_state): x of all heads, B and C of all groups; contiguous.
+        states: (slots, heads, headdim, d_state), the pool of one layer.
+        chunks: The open chunks.
+        dt: (rows, heads), before bias and softplus; contiguous inside a row.
+        z: (rows, heads, headdim), or None if the gate is applied later.
+        inputs: (rings, chunk, heads x headdim + groups x d_state) in the type of ``xBC``: its x and B.
+        steps: (rings, chunk, heads) in the type of ``dt``.
+        **of_layer: A, D, dt_bias and chunk_tokens.
+
+    Returns:
+        (rows, heads, headdim) in the type of ``xBC``; NaN where dt is not finite, undefined in rows of padding.
+    """
+    (heads, headdim, d_state), width = states.shape[1:], inputs.shape[2]
+    x, B = chunks.with_new(inputs, xBC[:, :width]).split([heads * headdim, width - heads * headdim], 1)
+    wrong = torch.zeros(len(x), dtype=torch.int32, device=x.device)
+    y = scan_by_slots(
+        states,
+        chunks.bounds,
+        x=x.unflatten(1, (heads, headdim)),
+        dt=chunks.with_new(steps, dt),
+        B=B.unflatten(1, (-1, d_state)),
+        C=xBC[:, width:].unflatten(1, (-1, d_state))[chunks.rows],
+        z=None if z is None else z[chunks.rows],
+        wrong=wrong,
+        **of_layer,
+        **chunks.slots,
+    )
+    return y[chunks.last].masked_fill((wrong[chunks.last] > 0)[:, None, None], float("nan"))
 
 
 def chunk_decays(

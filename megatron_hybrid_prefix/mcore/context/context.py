@@ -110,7 +110,8 @@ class HybridPrefixContext(SlotContext):
         # Keep megatron from allocating its own cache, and from warning about it.
         inference_config = dataclasses.replace(inference_config, enable_prefix_caching=False, mamba_memory_ratio=None)
         if prefix.cache_gb is not None:
-            inference_config = for_cache_gb(inference_config, prefix.cache_gb, model_config)
+            is_exact = prefix.exact is not None
+            inference_config = for_cache_gb(inference_config, prefix.cache_gb, model_config, is_exact=is_exact)
         # Megatron's constructor allocates memory and resets the context: it needs the settings, and there is no cache yet.
         self.prefix_config, self._is_made = prefix, False
         self.is_exact, self.samples_weights = prefix.exact is not None, prefix.check_weights
