@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,9 +46,9 @@ class ChunkGrid:
             ends.append(position)
         return ends
 
-    def begin(self, position_tokens: int) -> int:
-        """Where the chunk begins that is open after so many tokens; the position itself at the end of a chunk."""
-        return max(position_tokens - position_tokens % size for size in (self.chunk_tokens, self.block_tokens))
+    def begin(self, position_tokens: Any) -> Any:
+        """Where the chunk begins that is open after so many tokens, integers; the position itself at the end of a chunk."""
+        return position_tokens - np.minimum(position_tokens % self.chunk_tokens, position_tokens % self.block_tokens)
 
     def max_chunks(self, tokens: int, sequences: int) -> int:
         """Upper bound on the chunks of ``sequences`` spans with ``tokens`` tokens in total; an empty span has one chunk."""
@@ -275,7 +276,7 @@ class PrefillStep:
         scanned, live, copied = slots[:chunks].copy(), [], []
         for number, span in enumerate(spans):
             end = span.start_tokens + span.tokens
-            begin, last = grid.begin(end), int(first[number + 1]) - 1
+            begin, last = int(grid.begin(end)), int(first[number + 1]) - 1
             if begin == end:
                 live.append(span.live_slot)
                 copied.append(NO_SLOT)
@@ -382,11 +383,10 @@ class DecodeStep:
 
     def _open(self, grid: ChunkGrid, own: _Integers, positions: _Integers, slots: _Integers) -> None:
         """The open chunks of a quantum, see `OpenChunks`."""
-        size, block = grid.chunk_tokens, grid.block_tokens
-        counts = np.minimum(positions % size, positions % block) + 1
+        size, counts = grid.chunk_tokens, positions + 1 - grid.begin(positions)
         bounds = np.concatenate([[0], np.cumsum(counts)])
         rows = np.repeat(np.arange(len(own)), counts)
-        fills = ((positions + 1) % size == 0) | ((positions + 1) % block == 0)
+        fills = grid.begin(positions + 1) == positions + 1
         values = {
             "bounds": (bounds, bounds[-1]),
             "rows": (rows, 0),

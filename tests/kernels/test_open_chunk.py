@@ -6,13 +6,21 @@ TRITON_INTERPRET=1 the kernels.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from megatron_hybrid_prefix.layers.step import ChunkGrid, DecodeStep, PrefillSpan, PrefillStep
 from megatron_hybrid_prefix.ops import delta_rule, delta_rule_triton
-from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule
+from megatron_hybrid_prefix.ops.delta_rule import continue_delta_rule, scan_delta_rule
 from megatron_hybrid_prefix.ops.invariant.scope import invariant
-from megatron_hybrid_prefix.ops.mamba_scan import chunk_decays, chunk_outputs, pass_states
+from megatron_hybrid_prefix.ops.mamba_scan import (
+    chunk_decays,
+    chunk_outputs,
+    continue_scan,
+    pass_states,
+    scan_by_slots,
+)
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel
 from tests.kernels.places import DEVICES, INTERPRETED
 
@@ -124,3 +132,126 @@ def test_a_row_of_gated_delta_net_depends_on_no_later_row(name, dtype, device, m
             found = delta(changed, length, pool.clone(), device, monkeypatch)
             for what, rows in found.items():
                 assert torch.equal(rows[: token + 1], whole[what][: token + 1]), (what, token, length)
+
+
+# -- prefills that leave chunks open, and decodes that go on --------------------------------------------------------------
+
+
+class OfMamba2:
+    """A layer of each kind as the test below needs it: its tokens, `prefill` and `decode`."""
+
+    def __init__(self, device, dtype, tokens):
+        heads, groups, headdim, d_state, self.chunk = shape = (4, 2, 16, 16, 64)
+        self.inputs = drawn(device, dtype, 5, (tokens, (heads * headdim + 2 * groups * d_state)), (tokens, heads))
+        self.z = drawn(device, dtype, 6, (tokens, heads, headdim))[0]
+        A = -torch.linspace(0.1, 4, heads, device=device)
+        bias, D = drawn(device, torch.float32, 7, (heads,), (heads,))
+        self.of_layer = {"A": A, "dt_bias": bias, "D": D, "chunk_tokens": self.chunk}
+        self.shape, self.widths = (heads, headdim, d_state), (heads * headdim, groups * d_state, groups * d_state)
+        width = heads * headdim + groups * d_state
+        self.rings = [
+            torch.full((4, self.chunk, n), float("nan"), device=device, dtype=dtype) for n in (width, shape[0])
+        ]
+
+    def prefill(self, rows, states, step):
+        xBC, dt = (x[rows] for x in self.inputs)
+        x, B, C = (x.unflatten(1, (-1, 16)) for x in xBC.split(self.widths, 1))
+        bounds, wrong = step.chunks[self.chunk].bounds, step.wrong
+        y = scan_by_slots(
+            states,
+            bounds,
+            x=x,
+            dt=dt,
+            B=B,
+            C=C,
+            z=self.z[rows],
+            wrong=wrong,
+            **self.of_layer,
+            **step.slots_of_states(64),
+        )
+        if step.is_open:
+            step.leave_open(64, states, (self.rings[0], xBC[:, : -self.widths[2]]), (self.rings[1], dt))
+        return y
+
+    def decode(self, tokens, states, chunks):
+        xBC, dt = (x[tokens] for x in self.inputs)
+        rings = {"inputs": self.rings[0], "steps": self.rings[1]}
+        return continue_scan(xBC, states, chunks, dt=dt, z=self.z[tokens], **rings, **self.of_layer)
+
+
+class OfDelta:
+    def __init__(self, device, dtype, tokens):
+        key_heads, heads, key_dim, value_dim = (1, 2, 16, 48)
+        of_keys = (tokens, key_heads, key_dim)
+        self.inputs = drawn(device, dtype, 5, of_keys, of_keys, (tokens, heads, value_dim), *[(tokens, heads)] * 2)
+        self.inputs[3], self.inputs[4] = -self.inputs[3].float().abs() / 8, torch.sigmoid(self.inputs[4])
+        self.chunk, self.shape = 64, (heads, key_dim, value_dim)
+        self.rings = [x.new_full((4, 64, *x.shape[1:]), float("nan")) for x in self.inputs[1:]]
+
+    def prefill(self, rows, states, step):
+        inputs = [x[rows] for x in self.inputs]
+        bounds = {"chunk_bounds": step.chunks[64].bounds}
+        y = scan_delta_rule(*inputs, states, normalise=True, **bounds, **step.slots_of_states(64))
+        if step.is_open:
+            step.leave_open(64, states, *zip(self.rings, inputs[1:], strict=True))
+        return y
+
+    def decode(self, tokens, states, chunks):
+        inputs = (x[tokens] for x in self.inputs)
+        return continue_delta_rule(*inputs, states, chunks, rings=self.rings, normalise=True)
+
+
+# Of each row: its tokens in the layer's inputs, where its prefill begins, where that ends and decodes begin, and its ring.
+ROWS = [(0, 0, 40, 3), (200, 0, 126, 0), (400, 64, 128, 1)]
+STEPS, BLOCK, SOURCE, KEPT = (3 if INTERPRETED else 70), 192, 6, 7  # a slot that a row starts from, and a checkpoint
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kind", [OfMamba2, OfDelta])
+def test_decodes_after_a_prefill_have_the_bits_of_one_prefill(kind, dtype, device, monkeypatch):
+    """Outputs of each token, and the states at the ends of chunks. Rings begin as NaN."""
+    if device == "cpu":
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    layer, grid = kind(device, dtype, 600), ChunkGrid(chunk_tokens=64, block_tokens=BLOCK)
+    pool = drawn(device, torch.float32, 8, (8, *layer.shape))[0]
+    pool[0:3] = float("nan")  # live slots
+    sizes = {"quanta": [64], "block_tokens": BLOCK, "max_tokens": 600, "max_sequences": 4, "device": device}
+    steps = {is_open: PrefillStep(**sizes, is_open=is_open) for is_open in (False, True)}
+
+    def prefill(is_open, states, ends, **kept):
+        spans = [
+            PrefillSpan(start_tokens=start, tokens=end - start, source_slot=SOURCE, live_slot=live, ring=ring, **kept)
+            for live, ((_, start, _, ring), end) in enumerate(zip(ROWS, ends, strict=True))
+        ]
+        tokens = [torch.arange(at + start, at + end) for (at, start, _, _), end in zip(ROWS, ends, strict=True)]
+        step = steps[is_open]
+        step.prepare(spans, tokens=sum(map(len, tokens)), sequences=4)
+        step.copy()
+        step.show()
+        with invariant(True):
+            return layer.prefill(torch.cat(tokens).to(device), states, step).split([*map(len, tokens)])
+
+    lasts = [first + STEPS for _, _, first, _ in ROWS]
+    whole = prefill(False, pool.clone(), lasts)
+    found, states = prefill(True, pool, [first for _, _, first, _ in ROWS]), pool
+    parts = [[each] for each in found]
+    decodes = DecodeStep(1, max_requests=4, device=device, grids=[grid])
+    rings, slots = np.array([row[3] for row in ROWS]), torch.tensor([0, 1, 2, -1], device=device)
+    for number in range(STEPS):
+        begins = np.array([row[2] + number for row in ROWS], dtype=np.int32)
+        decodes.prepare(rings, begins, np.ones(3, np.int32), np.arange(3), decodes=3)
+        decodes.copy()
+        decodes.show(slots)
+        tokens = torch.tensor([*(row[0] + row[2] + number for row in ROWS), 0], device=device)
+        with invariant(True):
+            y = layer.decode(tokens, states, decodes.rows.chunks[64])
+        for part, row in zip(parts, y, strict=False):
+            part.append(row[None])
+    for part, expected in zip(parts, whole, strict=True):
+        assert torch.equal(torch.cat(part), expected)
+    ends = [int(grid.begin(last)) for last in lasts]
+    at_ends = pool.clone()
+    prefill(False, at_ends, ends)
+    for live, (row, end) in enumerate(zip(ROWS, ends, strict=True)):
+        assert torch.equal(states[live], at_ends[live] if end > row[1] else pool[SOURCE])

@@ -209,7 +209,10 @@ class SlotContext(ContextSeam, NoCache):
                 for column in (self.request_ids[active], begins, lengths, self.live_rows(live))
             ]
             spans = [self.prefill_span(*values) for values in zip(*columns, strict=True)]
-            spans = [dataclasses.replace(span, ring=ring) for span, ring in zip(spans, live[-prefills:].tolist(), strict=True)]
+            spans = [
+                dataclasses.replace(span, ring=ring)
+                for span, ring in zip(spans, live[-prefills:].tolist(), strict=True)
+            ]
         of_rows = (column.numpy() for column in (live, begins, lengths, self.live_rows(live)))
         self.states.decodes.prepare(*of_rows, decodes=sizes.decode_req_count)
         if padded.prefill_req_count:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, override
 
 import torch
@@ -20,7 +19,7 @@ from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixe
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.context.no_cache import NoCache
 from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
-from megatron_hybrid_prefix.mcore.engine.exact import make_exact, may_start
+from megatron_hybrid_prefix.mcore.engine.exact import make_exact
 from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, add_cached, cut_to_tokens
 from megatron_hybrid_prefix.mcore.engine.record import RequestRecord, forget_chunks, whole_answer
 from megatron_hybrid_prefix.mcore.engine.removals import Removals
@@ -109,10 +108,7 @@ class HybridPrefixEngine(EngineSeam):
         if self._cached.samples_weights:
             self._weights = WeightSamples(controller.inference_wrapped_model.model, context.config.pg_collection)
         self._rules = RequestRules(self, samples_rows=own, is_exact=self._cached.is_exact)
-        self._cached.serve(
-            controller.inference_wrapped_model.model,
-            may_start=partial(may_start, self, self._records) if self._cached.is_exact else lambda request: True,
-        )
+        self._cached.serve(controller.inference_wrapped_model.model)
 
     def reset(self) -> None:
         """Also resets the statistics of an unfinished step, and forgets the drafts that it accepted.
@@ -406,7 +402,6 @@ class HybridPrefixEngine(EngineSeam):
         entry = self.requests[request_id]
         if not isinstance(entry.record, RequestRecord):
             entry.record = RequestRecord(requests=entry.record.requests, latency=entry.record.latency)
-            entry.record.replays = self._records if self._cached.is_exact else None
             entry.record.continued = self._cached.continue_request
         if not isinstance(entry.future, Answer) and not entry.future.done():
             entry.future = Answer(loop=entry.future.get_loop())
@@ -436,8 +431,7 @@ class HybridPrefixEngine(EngineSeam):
     def abort_request(self, request_id: int) -> bool:
         """Abort a request; its blocks and slots are free by the end of the next step.
 
-        That step returns it as finished, with the tokens generated so far (none if it was waiting). With ``exact``, a
-        preempted request returns only the tokens that it has decoded again. With tensor or pipeline parallelism call this on
+        That step returns it as finished, with the tokens generated so far (none if it was waiting). With tensor or pipeline parallelism call this on
         every rank, between the same two steps.
 
         Args:

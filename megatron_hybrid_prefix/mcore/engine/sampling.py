@@ -68,7 +68,7 @@ class RowSampling(Sampling):
     Args:
         backend: Megatron's.
         generator: Noise of requests without a seed. All ranks of a replica draw from it alike.
-        source: Knows which requests these are, and which decode their answer again; is told of rows that are not finite.
+        source: Knows which requests these are; is told of rows that are not finite.
     """
 
     def __init__(self, backend: Any, generator: torch.Generator, source: Any) -> None:
@@ -103,10 +103,7 @@ class RowSampling(Sampling):
             record = source.records.get(request_id)
             if record is None:
                 continue
-            at = len(record[-1].generated_tokens)
-            if at < len(record.replay):
-                tokens[row] = record.replay[at]
-            elif record.options is not None:
+            if record.options is not None:
                 request = RowRequest.of(record, drafts_before)
                 if record.options.are_megatrons_later and not request.barred:
                     continue
