@@ -106,7 +106,7 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
             states[GDN_STATE],
             normalise=self.use_qk_l2norm,
             chunk_bounds=chunks.bounds,
-            **step.slots_of_states(CHUNK),
+            **(step.slots_of_states(CHUNK) if step.is_open else slots),
         )
         if step.is_open:
             step.leave_open(CHUNK, states[GDN_STATE], *zip(_open(states), (k, v, log_decay, beta), strict=True))

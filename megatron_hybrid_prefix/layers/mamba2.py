@@ -84,7 +84,7 @@ class HybridPrefixMambaMixer(StepSeam):
     ) -> torch.Tensor:
         tokens, groups = zxBCdt.shape[0], self.ngroups_local_tp * self.d_state
         chunks, slots = step.chunks[self.chunk_size], step.slots(self.chunk_size)
-        of_states = step.slots_of_states(self.chunk_size)
+        of_states = step.slots_of_states(self.chunk_size) if step.is_open else slots
         z, xBC, dt = self._parts(zxBCdt.squeeze(1))
         convolved = convolve_from_slots(  # reads the sources before windows are written
             xBC,
@@ -111,7 +111,7 @@ class HybridPrefixMambaMixer(StepSeam):
             **self._of_scan(),
         )
         if step.is_open:
-            ring = self._context.ring_of_layer(self.slot_layer_number)
+            ring = self.ring_of_step()
             left = (ring["ssm_inputs"], convolved[:, : -C.shape[1]]), (ring["ssm_dt"], dt)
             step.leave_open(self.chunk_size, ssm_state, *left)
         y = y.view(tokens, 1, -1)

@@ -247,12 +247,13 @@ class PrefillStep:
         }
 
     def slots_of_states(self, quantum: int) -> dict[str, torch.Tensor]:
-        """`slots` for what is written at ends of chunks alone: where the last chunk is open, the live slot is that of an earlier one."""
+        """`slots` for what is written at ends of chunks alone: where the last is open, the live slot is that of an earlier one."""
         slots = self.slots(quantum)
-        if self.is_open:
-            slots["live_slots"] = self._tensors[f"live{quantum}"][: len(self.live_slots)]
-            slots["chunk_slots"] = self._tensors[f"scanned{quantum}"][: len(slots["chunk_slots"])]
-        return slots
+        live, scanned = self._tensors[f"live{quantum}"], self._tensors[f"scanned{quantum}"]
+        return slots | {
+            "live_slots": live[: len(self.live_slots)],
+            "chunk_slots": scanned[: len(slots["chunk_slots"])],
+        }
 
     def leave_open(self, quantum: int, states: torch.Tensor, *left: tuple[torch.Tensor, torch.Tensor]) -> None:
         """After a scan, what a decode goes on from: the state before each open chunk, and the chunk's tokens.
@@ -345,8 +346,8 @@ class DecodeStep:
         grids: Sequence[ChunkGrid] = (),
     ) -> None:
         self._ring_tokens, self._grids = ring_tokens, grids
-        self._own = {"first": torch.arange(max_requests + 1, device=device)}
-        self._own["none"] = torch.full_like(self._own["first"], NO_SLOT)[1:]
+        self._first = torch.arange(max_requests + 1, device=device)
+        self._none = torch.full_like(self._first, NO_SLOT)
         self.origins = np.zeros(max_requests, dtype=np.int32)
         sizes: list[tuple[str, int, type[np.int32 | np.int64]]]
         sizes = [("rings", max_requests, np.int64), ("kept", max_requests, np.int64)]
@@ -409,20 +410,17 @@ class DecodeStep:
     def show(self, slots: torch.Tensor) -> None:
         """The prepared step runs now. ``slots``: (rows,) int64 on the device, the live slot of each row; negative: padding."""
         count = len(slots)
-        fields = {name: self._tensors[name][:count] for name in RingRows._fields[1:]}
+        fields = {name: self._tensors[name][:count] for name in ("rings", "positions", "origins", "ends", "kept")}
         if not self._grids:
             self.rows = RingRows(slots, **fields)
             return
         self.rows = rows = OpenRows(slots, **fields)
         rows.chunks = {}
         for size in (grid.chunk_tokens for grid in self._grids):
-            lengths = {"first": count + 1, "bounds": count + 1, "entries": count * size, "rows": count * size}
-            rows.chunks[size] = OpenChunks(
-                **{
-                    name: self._tensors.get(f"{name}{size}", self._own.get(name))[: lengths.get(name, count)]
-                    for name in OpenChunks._fields
-                }
-            )
+            lengths = {"bounds": count + 1, "entries": count * size, "rows": count * size}
+            lengths |= dict.fromkeys(("last", "added", "sources", "filled"), count)
+            packed = {name: self._tensors[f"{name}{size}"][:length] for name, length in lengths.items()}
+            rows.chunks[size] = OpenChunks(first=self._first[: count + 1], none=self._none[:count], **packed)
 
     def flushed(
         self, live_indices: Sequence[int], ends: Sequence[int], slots: Sequence[int], kept: Sequence[int]

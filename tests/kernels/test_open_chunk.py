@@ -137,6 +137,10 @@ def test_a_row_of_gated_delta_net_depends_on_no_later_row(name, dtype, device, m
 # -- prefills that leave chunks open, and decodes that go on --------------------------------------------------------------
 
 
+def of_states(step):
+    return step.slots_of_states(64) if step.is_open else step.slots(64)
+
+
 class OfMamba2:
     """A layer of each kind as the test below needs it: its tokens, `prefill` and `decode`."""
 
@@ -167,7 +171,7 @@ class OfMamba2:
             z=self.z[rows],
             wrong=wrong,
             **self.of_layer,
-            **step.slots_of_states(64),
+            **of_states(step),
         )
         if step.is_open:
             step.leave_open(64, states, (self.rings[0], xBC[:, : -self.widths[2]]), (self.rings[1], dt))
@@ -191,7 +195,7 @@ class OfDelta:
     def prefill(self, rows, states, step):
         inputs = [x[rows] for x in self.inputs]
         bounds = {"chunk_bounds": step.chunks[64].bounds}
-        y = scan_delta_rule(*inputs, states, normalise=True, **bounds, **step.slots_of_states(64))
+        y = scan_delta_rule(*inputs, states, normalise=True, **bounds, **of_states(step))
         if step.is_open:
             step.leave_open(64, states, *zip(self.rings, inputs[1:], strict=True))
         return y

@@ -202,18 +202,17 @@ class SlotContext(ContextSeam, NoCache):
             self.request_kv_length_offsets[active],
             self.request_query_lengths[active],
         )
-        spans = []
+        spans, slots = [], self.live_rows(live)
         if prefills := sizes.prefill_req_count:  # they come last
             columns = [
                 column[-prefills:].tolist()
-                for column in (self.request_ids[active], begins, lengths, self.live_rows(live))
+                for column in (self.request_ids[active], begins, lengths, slots)
             ]
             spans = [self.prefill_span(*values) for values in zip(*columns, strict=True)]
-            spans = [
-                dataclasses.replace(span, ring=ring)
-                for span, ring in zip(spans, live[-prefills:].tolist(), strict=True)
-            ]
-        of_rows = (column.numpy() for column in (live, begins, lengths, self.live_rows(live)))
+            if self.states.step.is_open:
+                rings = live[-prefills:].tolist()
+                spans = [dataclasses.replace(span, ring=ring) for span, ring in zip(spans, rings, strict=True)]
+        of_rows = [column.numpy() for column in (live, begins, lengths, slots)]
         self.states.decodes.prepare(*of_rows, decodes=sizes.decode_req_count)
         if padded.prefill_req_count:
             self.states.step.prepare(spans, tokens=padded.token_count, sequences=padded.prefill_req_count)
