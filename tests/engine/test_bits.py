@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -138,6 +139,20 @@ def test_the_next_turn_resumes_at_the_last_block_of_the_answer(request, name):
     assert computed == [600, 830 - 768]
     assert computed[1] <= 306
     assert differing(harness, Alone(model, block_size_tokens=256)) == []
+
+
+def test_a_score_has_the_bits_of_what_was_generated(both_kinds):
+    """Whose answers were decoded in a batch. Only blocks whose log-probs are not kept are computed: those of the answer, the first time."""
+    harness, plain = (exact_harness(both_kinds, slots=slots, block_size_tokens=128) for slots in (8, 0))
+    harness.send(tokens(0, 200, seed=1), tokens(0, 37, seed=2), count=100, params={"skip_prompt_log_probs": False})
+    computed = [harness.context.prefix_stats().computed_prompt_tokens]
+    for request in 2 * [harness.finished[number] for number in (1, 2)]:
+        sequence = request.prompt_tokens.tolist() + list(request.generated_tokens)
+        generated = [*request.prompt_log_probs, *request.generated_log_probs]
+        assert harness.engine.score(sequence) == generated == plain.engine.score(sequence)
+        computed.append(harness.context.prefix_stats().computed_prompt_tokens)
+    assert np.diff(computed).tolist() == [300 - 128, 137, 300 - 256, 137 - 128]
+    harness.check_drained()
 
 
 def test_a_preempted_request_does_not_decode_again(tiny):

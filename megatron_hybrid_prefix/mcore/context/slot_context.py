@@ -204,10 +204,7 @@ class SlotContext(ContextSeam, NoCache):
         )
         spans, slots = [], self.live_rows(live)
         if prefills := sizes.prefill_req_count:  # they come last
-            columns = [
-                column[-prefills:].tolist()
-                for column in (self.request_ids[active], begins, lengths, slots)
-            ]
+            columns = [column[-prefills:].tolist() for column in (self.request_ids[active], begins, lengths, slots)]
             spans = [self.prefill_span(*values) for values in zip(*columns, strict=True)]
             if self.states.step.is_open:
                 rings = live[-prefills:].tolist()

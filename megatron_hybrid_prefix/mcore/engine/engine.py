@@ -350,6 +350,26 @@ class HybridPrefixEngine(EngineSeam):
             records |= {record.request_id: record for record in self.step_modern()["finished_request_records"]}
         return [records[request_id] for request_id in ids]
 
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probs of a sequence, by one prefill. With ``exact="bits"`` those that were returned while its tokens were generated.
+
+        Waits for its own request alone, as `generate`. What the cache has of the sequence, and log-probs that it keeps, are not computed.
+
+        Args:
+            tokens: Two token ids or more, of prompt and answer.
+
+        Returns:
+            Of each token but the first.
+
+        Raises:
+            ValueError: The tokens are wrong, or the engine has logits of last tokens alone (``materialize_only_last_token_logits``).
+        """
+        params = SamplingParams(return_log_probs=True, skip_prompt_log_probs=False, num_tokens_total=len(tokens))
+        params.num_tokens_to_generate = None
+        (record,) = self.generate([list(tokens)], params)
+        found: list[float] = record.merge().prompt_log_probs
+        return found
+
     def explain(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Explanation:
         """What a request would reuse if it came now, and why not more. Changes nothing, whatever runs or waits.
 
