@@ -116,8 +116,11 @@ class RowSampling(Sampling):
         self, logits: torch.Tensor, context: Any, *, token_to_request_index: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Sampling options that megatron does not have."""
-        log_probs: torch.Tensor = self._backend.log_probs_kernel(
-            logits, context, token_to_request_index=token_to_request_index
+        raw = context.log_probs_of(logits) if getattr(context, "is_exact", False) else None
+        log_probs: torch.Tensor = (
+            self._backend.log_probs_kernel(logits, context, token_to_request_index=token_to_request_index)
+            if raw is None
+            else raw
         )
         source = self._source
         if source.records:
@@ -126,6 +129,8 @@ class RowSampling(Sampling):
             for row, index in enumerate(of_rows):
                 record = source.records.get(ids[index])
                 if record is not None and record.options is not None:
+                    if raw is not None and record.options.are_the_models:
+                        continue
                     request = RowRequest.of(record)
                     if of_rows[row + 1 : row + 2] == [index]:  # the next token is one of the prompt
                         request = replace(request, barred=())
