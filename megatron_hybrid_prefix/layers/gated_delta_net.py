@@ -64,9 +64,10 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
         convolved = convolve_tokens(qkv, states[GDN_CONV], weight, bias, recent=ring["gdn_recent"], rows=rows)
         q, k, v, z, log_decay, beta = self._by_head(convolved, *gates)
         if isinstance(rows, OpenRows):
-            new = (each.squeeze(1) for each in (q, k, v, log_decay, beta))
-            state, options = states[GDN_STATE], {"rings": _open(ring), "normalise": self.use_qk_l2norm}
-            return self._gated(continue_delta_rule(*new, state, rows.chunks[CHUNK], **options).unsqueeze(1), z)
+            q, k, v, log_decay, beta = (each.squeeze(1) for each in (q, k, v, log_decay, beta))
+            state, chunks, unit = states[GDN_STATE], rows.chunks[CHUNK], self.use_qk_l2norm
+            y = continue_delta_rule(q, k, v, log_decay, beta, state, chunks, rings=_open(ring), normalise=unit)
+            return self._gated(y.unsqueeze(1), z)
         y = update_delta_rule(
             q,
             k,

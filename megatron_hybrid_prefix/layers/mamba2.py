@@ -71,7 +71,6 @@ class HybridPrefixMambaMixer(StepSeam):
             "A": -torch.exp(self.cp.get_A_log().float()),
             "D": D.float().view(-1, self.headdim) if self.D_has_hdim else D,
             "dt_bias": self.cp.get_dt_bias(),
-            "chunk_tokens": self.chunk_size,
         }
 
     def _parts(self, zxBCdt: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -107,6 +106,7 @@ class HybridPrefixMambaMixer(StepSeam):
             B=B.unflatten(1, (-1, self.d_state)),
             C=C.unflatten(1, (-1, self.d_state)),
             z=None if self.rmsnorm else z.unflatten(1, by_head),
+            chunk_tokens=self.chunk_size,
             wrong=step.wrong,
             **self._of_scan(),
         )

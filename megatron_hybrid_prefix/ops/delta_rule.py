@@ -201,9 +201,9 @@ def continue_delta_rule(
     Returns:
         (rows, value heads, V) in v's type; undefined in rows of padding.
     """
-    inputs = [chunks.with_new(*each) for each in zip(rings, (k, v, log_decay, beta), strict=True)]
-    options = {"normalise": normalise, "chunk_bounds": chunks.bounds}
-    return scan_delta_rule(q[chunks.rows], *inputs, states, **options, **chunks.slots)[chunks.last]
+    k, v, g, b = (chunks.with_new(*each) for each in zip(rings, (k, v, log_decay, beta), strict=True))
+    slots = {"chunk_bounds": chunks.bounds} | chunks.slots
+    return scan_delta_rule(q[chunks.rows], k, v, g, b, states, normalise=normalise, **slots)[chunks.last]
 
 
 def flush_delta_rule(

@@ -91,7 +91,7 @@ def continue_scan(
         z: (rows, heads, headdim), or None if the gate is applied later.
         inputs: (rings, chunk, heads x headdim + groups x d_state) in the type of ``xBC``: its x and B.
         steps: (rings, chunk, heads) in the type of ``dt``.
-        **of_layer: A, D, dt_bias and chunk_tokens.
+        **of_layer: A, D and dt_bias.
 
     Returns:
         (rows, heads, headdim) in the type of ``xBC``; NaN where dt is not finite, undefined in rows of padding.
@@ -107,6 +107,7 @@ def continue_scan(
         B=B.unflatten(1, (-1, d_state)),
         C=xBC[:, width:].unflatten(1, (-1, d_state))[chunks.rows],
         z=None if z is None else z[chunks.rows],
+        chunk_tokens=inputs.shape[1],
         wrong=wrong,
         **of_layer,
         **chunks.slots,

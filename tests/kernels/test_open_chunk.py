@@ -150,7 +150,7 @@ class OfMamba2:
         self.z = drawn(device, dtype, 6, (tokens, heads, headdim))[0]
         A = -torch.linspace(0.1, 4, heads, device=device)
         bias, D = drawn(device, torch.float32, 7, (heads,), (heads,))
-        self.of_layer = {"A": A, "dt_bias": bias, "D": D, "chunk_tokens": self.chunk}
+        self.of_layer = {"A": A, "dt_bias": bias, "D": D}
         self.shape, self.widths = (heads, headdim, d_state), (heads * headdim, groups * d_state, groups * d_state)
         width = heads * headdim + groups * d_state
         self.rings = [
@@ -170,6 +170,7 @@ class OfMamba2:
             C=C,
             z=self.z[rows],
             wrong=wrong,
+            chunk_tokens=64,
             **self.of_layer,
             **of_states(step),
         )
