@@ -99,10 +99,9 @@ def open_rings_of(
     slots: SlotLayout, rings: Mapping[str, Ring], chunk_tokens: Sequence[int], *, step_tokens: int, dtype: str
 ) -> RingLayout:
     """The rings of a model whose decodes have a prefill's bits, by the chunk of each kind; else as `rings_of`."""
-    kinds = (
-        replace(layout, components=rings[layout.kind](layout.components, tokens, step_tokens, dtype))
-        for layout, tokens in zip(slots.kinds, chunk_tokens, strict=True)
-    )
+    kinds = []
+    for of, tokens in zip(slots.kinds, chunk_tokens, strict=True):
+        kinds.append(replace(of, components=rings[of.kind](of.components, tokens, step_tokens, dtype)))
     return RingLayout(tokens=1, kinds=tuple(kinds), is_open=True)
 
 

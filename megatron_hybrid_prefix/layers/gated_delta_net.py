@@ -16,7 +16,6 @@ from megatron_hybrid_prefix.layers.components import (
     GDN_CONV,
     GDN_STATE,
     gated_delta_net_components,
-    gated_delta_net_open_ring,
     gated_delta_net_ring,
 )
 from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
@@ -202,11 +201,6 @@ class GatedDeltaNetKind(LayerKind):
         self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
     ) -> tuple[StateComponent, ...]:
         return gated_delta_net_ring(state, tokens, step_tokens, dtype)
-
-    def open_ring(
-        self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
-    ) -> tuple[StateComponent, ...]:
-        return gated_delta_net_open_ring(state, tokens, step_tokens, dtype)
 
     def flush(self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: RingRows) -> None:
         flush_windows(states[GDN_CONV], ring["gdn_recent"], rows)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name, register_layer_kind
-from megatron_hybrid_prefix.layers.components import mamba2_components, mamba2_open_ring, mamba2_ring
+from megatron_hybrid_prefix.layers.components import mamba2_components, mamba2_ring
 from megatron_hybrid_prefix.layers.step import PrefillStep
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, flush_states, flush_windows, update_states
@@ -45,23 +45,23 @@ class HybridPrefixMambaMixer(StepSeam):
                 dt=dt,
                 z=None if self.rmsnorm else gate.unflatten(1, (-1, self.headdim)),
                 inputs=ring["ssm_inputs"],
-                steps=ring["ssm_dt"],
+                ring=ring["ssm_dt"],
                 **self._of_scan(),
             )
             y = y.flatten(1).unsqueeze(1)
-            return self.norm(y, z) if self.rmsnorm else y
-        y = update_states(
-            convolved,
-            dt,
-            states["ssm"],
-            rows,
-            inputs=ring["ssm_inputs"],
-            steps=ring["ssm_steps"],
-            A=self.decode_rates(),
-            D=self.cp.get_D(),
-            dt_bias=self.cp.get_dt_bias(),
-            z=None if self.rmsnorm else z,
-        )
+        else:
+            y = update_states(
+                convolved,
+                dt,
+                states["ssm"],
+                rows,
+                inputs=ring["ssm_inputs"],
+                steps=ring["ssm_steps"],
+                A=self.decode_rates(),
+                D=self.cp.get_D(),
+                dt_bias=self.cp.get_dt_bias(),
+                z=None if self.rmsnorm else z,
+            )
         return self.norm(y, z) if self.rmsnorm else y
 
     def _of_scan(self) -> dict[str, Any]:
@@ -152,11 +152,6 @@ class Mamba2(LayerKind):
         self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
     ) -> tuple[StateComponent, ...]:
         return mamba2_ring(state, tokens, step_tokens, dtype)
-
-    def open_ring(
-        self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
-    ) -> tuple[StateComponent, ...]:
-        return mamba2_open_ring(state, tokens, step_tokens, dtype)
 
     def flush(self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: RingRows) -> None:
         flush_windows(states["conv"], ring["conv_recent"], rows)

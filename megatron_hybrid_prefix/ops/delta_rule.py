@@ -188,12 +188,7 @@ def continue_delta_rule(
     """One token of each row, with the bits that `scan_delta_rule` gives it.
 
     Args:
-        q: (rows, key heads, K); the others as there, one token a row.
-        k: Likewise.
-        v: Likewise.
-        log_decay: Likewise.
-        beta: Likewise.
-        states: (slots, value heads, K, V), the pool of one layer.
+        q: (rows, key heads, K); this and the next five as there, one token a row.
         chunks: The open chunks.
         rings: Of k, v, log-decays and beta: (rings, 64, *shape).
         normalise: As there.

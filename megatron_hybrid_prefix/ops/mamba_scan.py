@@ -13,7 +13,6 @@ before it, not on what else is in the step. One file: the parts agree on roundin
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -65,7 +64,7 @@ def scan_by_slots(
     """
     y = empty_up_to(bounds[-1:], x)
     steps, log_decay = chunk_decays(dt, A, dt_bias, bounds, chunk_tokens, wrong)
-    before = pass_states(x, steps, B, log_decay, bounds, states, **slots)
+    before = pass_states(x, steps, B, log_decay, bounds, states, last=False, **slots)
     chunk_outputs(x, steps, log_decay, B, C, before, bounds, D=D, z=z, out=y)
     return y
 
@@ -77,42 +76,34 @@ def continue_scan(
     *,
     dt: torch.Tensor,
     z: torch.Tensor | None,
+    A: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
     inputs: torch.Tensor,
-    steps: torch.Tensor,
-    **of_layer: Any,
+    ring: torch.Tensor,
 ) -> torch.Tensor:
     """One token of each row, with the bits that `scan_by_slots` gives it.
 
     Args:
         xBC: (rows, heads x headdim + 2 x groups x d_state): x of all heads, B and C of all groups; contiguous.
-        states: (slots, heads, headdim, d_state), the pool of one layer.
         chunks: The open chunks.
-        dt: (rows, heads), before bias and softplus; contiguous inside a row.
-        z: (rows, heads, headdim), or None if the gate is applied later.
+        dt: (rows, heads), contiguous inside a row; this and the others as there, one token a row.
         inputs: (rings, chunk, heads x headdim + groups x d_state) in the type of ``xBC``: its x and B.
-        steps: (rings, chunk, heads) in the type of ``dt``.
-        **of_layer: A, D and dt_bias.
+        ring: (rings, chunk, heads) in the type of ``dt``, of that.
 
     Returns:
-        (rows, heads, headdim) in the type of ``xBC``; NaN where dt is not finite, undefined in rows of padding.
+        (rows, heads, headdim) in the type of ``xBC``; NaN where dt is not finite, zero in rows of padding.
     """
-    (heads, headdim, d_state), width = states.shape[1:], inputs.shape[2]
+    (heads, headdim, d_state), (_, chunk_tokens, width), bounds = states.shape[1:], inputs.shape, chunks.bounds
     x, B = chunks.with_new(inputs, xBC[:, :width]).split([heads * headdim, width - heads * headdim], 1)
+    x, B = x.unflatten(1, (heads, headdim)), B.unflatten(1, (-1, d_state))
+    C = xBC[:, width:].unflatten(1, (-1, d_state))[chunks.rows]
     wrong = torch.zeros(len(x), dtype=torch.int32, device=x.device)
-    y = scan_by_slots(
-        states,
-        chunks.bounds,
-        x=x.unflatten(1, (heads, headdim)),
-        dt=chunks.with_new(steps, dt),
-        B=B.unflatten(1, (-1, d_state)),
-        C=xBC[:, width:].unflatten(1, (-1, d_state))[chunks.rows],
-        z=None if z is None else z[chunks.rows],
-        chunk_tokens=inputs.shape[1],
-        wrong=wrong,
-        **of_layer,
-        **chunks.slots,
-    )
-    return y[chunks.last].masked_fill((wrong[chunks.last] > 0)[:, None, None], float("nan"))
+    steps, log_decay = chunk_decays(chunks.with_new(ring, dt), A, dt_bias, bounds, chunk_tokens, wrong)
+    before = pass_states(x, steps, B, log_decay, bounds, states, last=True, **chunks.slots)
+    y, z = x.new_zeros(len(dt), heads, headdim), None if z is None else z[chunks.rows]
+    chunk_outputs(x, steps, log_decay, B, C, before, bounds, D=D, z=z, out=y, last=True)
+    return y.masked_fill_((wrong[chunks.last] > 0)[:, None, None], float("nan"))
 
 
 def chunk_decays(
@@ -166,6 +157,7 @@ def pass_states(
     source_slots: torch.Tensor,
     live_slots: torch.Tensor,
     chunk_slots: torch.Tensor,
+    last: bool = False,
 ) -> torch.Tensor:
     """Pass states along the chunks of each sequence; updates ``states`` in place.
 
@@ -184,6 +176,7 @@ def pass_states(
         source_slots: (sequences,) int64, slot of the state that each sequence starts from.
         live_slots: (sequences,) int64, slot for its final state; negative: none.
         chunk_slots: (chunks,) int64, slot for the state after a chunk; negative: none.
+        last: Each sequence has one chunk. The state after it is computed only for a live slot.
 
     Returns:
         (chunks, heads, headdim, d_state): the state before each chunk, rounded to the dtype of ``states`` and to that of x, as a chunk's
@@ -242,6 +235,7 @@ def pass_states(
         BLOCK_P=blocks[0],
         BLOCK_N=blocks[1],
         BLOCK_K=blocks[2],
+        LAST=last,
         num_stages=3,
     )
     return before
@@ -270,6 +264,7 @@ def chunk_outputs(
     D: torch.Tensor,
     z: torch.Tensor | None,
     out: torch.Tensor,
+    last: bool = False,
 ) -> None:
     """Write the outputs of all chunks; rows of ``out`` that are in no chunk do not change.
 
@@ -288,6 +283,7 @@ def chunk_outputs(
         D: (heads,) or (heads, headdim), contiguous.
         z: (tokens, heads, headdim), strided over tokens and heads; None: no gate.
         out: (tokens, heads, headdim), contiguous.
+        last: Only that of each chunk's last token is wanted: ``out`` is (chunks, heads, headdim).
     """
     heads, chunks, chunk_tokens = log_decay.shape
     headdim, (groups, d_state) = x.shape[2], B.shape[1:]
@@ -304,13 +300,14 @@ def chunk_outputs(
             y = (queries @ state.transpose(1, 2)).view(groups, chunk_tokens, -1, headdim).transpose(1, 2).flatten(0, 1)
             y = y * decay.exp()[:, :, None] + weights.to(x.dtype).float() @ values
             y = (y + D.float().view(heads, 1, -1) * values)[:, : rows.stop - rows.start].transpose(0, 1)
-            out[rows] = (y if z is None else y * silu(z[rows].float())).to(out.dtype)
+            y = (y if z is None else y * silu(z[rows].float())).to(out.dtype)
+            out[chunk if last else rows] = y[-1] if last else y
         return
     gate = x if z is None else z
     assert x.stride(2) == B.stride(2) == C.stride(2) == gate.stride(2) == 1
     assert all(each.is_contiguous() for each in (steps, log_decay, before, D, out))
     tiles = _tiles(x.dtype, headdim, d_state, chunk_tokens)
-    blocks = triton.cdiv(chunk_tokens, tiles["BLOCK_M"]) * triton.cdiv(headdim, tiles["BLOCK_P"])
+    blocks = (1 if last else triton.cdiv(chunk_tokens, tiles["BLOCK_M"])) * triton.cdiv(headdim, tiles["BLOCK_P"])
     together = min(_MOST_HEADS, heads // groups)
     while (heads // groups) % together or (
         together > 1 and heads // together * chunks * blocks < 2 * multiprocessors(x.device)
@@ -344,6 +341,7 @@ def chunk_outputs(
         CHUNK=chunk_tokens,
         OF_D=D.numel() // heads,
         GATE=z is not None,
+        LAST=last,
         **tiles,
     )
 
@@ -486,6 +484,7 @@ def _chunk_outputs_kernel(
     CHUNK: tl.constexpr,
     OF_D: tl.constexpr,
     GATE: tl.constexpr,
+    LAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -497,6 +496,8 @@ def _chunk_outputs_kernel(
     first_head, chunk = (tl.program_id(1) * heads_of_program).to(tl.int64), tl.program_id(2).to(tl.int64)
     start = tl.load(bounds_ptr + chunk).to(tl.int64)
     tokens = (tl.load(bounds_ptr + chunk + 1) - start).to(tl.int32)
+    if LAST:
+        first_m = (tokens - 1) // BLOCK_M * BLOCK_M
     if first_m >= tokens:
         return
     m, k, n = first_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N)
@@ -532,8 +533,13 @@ def _chunk_outputs_kernel(
             of_z = z_ptr + row[:, None] * stride_z + head * stride_z_head + p[None, :]
             z = tl.load(of_z, mask=mask, other=0.0).to(tl.float32)
             y *= z / (1.0 + tl.exp(-z))
-        of_out = out_ptr + (row[:, None] * heads + head) * P + p[None, :]
-        tl.store(of_out, y.to(out_ptr.dtype.element_ty), mask=mask)
+        if LAST:
+            of_out = out_ptr + (chunk * heads + head) * P + tl.zeros_like(row)[:, None] + p[None, :]
+            wanted = mask & (m == tokens - 1)[:, None]
+        else:
+            of_out = out_ptr + (row[:, None] * heads + head) * P + p[None, :]
+            wanted = mask
+        tl.store(of_out, y.to(out_ptr.dtype.element_ty), mask=wanted)
 
 
 @jit(do_not_specialize=["heads", "heads_of_group", "chunks"])  # one program for prompts of any length
@@ -563,6 +569,7 @@ def _pass_states_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LAST: tl.constexpr,
 ) -> None:
     """One program: (BLOCK_P, BLOCK_N) of one head's state, along all chunks of one sequence."""
     blocks_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -581,6 +588,11 @@ def _pass_states_kernel(
     last = tl.load(first_chunks_ptr + sequence + 1)
     source = tl.load(source_slots_ptr + sequence)
     state = tl.load(states_ptr + source * stride_slot + in_slot, mask=mask, other=0.0).to(tl.float32)
+    if LAST:  # noqa: SIM102  (known when it is compiled)
+        if tl.load(live_slots_ptr + sequence) < 0:
+            before = state.to(dtype).to(before_ptr.dtype.element_ty)
+            tl.store(before_ptr + first * heads * P * N + in_slot, before, mask=mask)
+            return
     for chunk in range(first, last):
         start = tl.load(bounds_ptr + chunk)
         tokens = tl.load(bounds_ptr + chunk + 1) - start

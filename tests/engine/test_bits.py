@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.torch_norm import L2Norm
 
 from megatron_hybrid_prefix import HybridPrefixConfig
-from megatron_hybrid_prefix.layers import invariant, mamba2
+from megatron_hybrid_prefix.layers import invariant
 from megatron_hybrid_prefix.layers.invariant import invariant_problem
 from megatron_hybrid_prefix.layers.step import ChunkGrid, DecodeStep
 from megatron_hybrid_prefix.mcore.context.exact import end_on_grid
@@ -105,9 +105,11 @@ class HalfGrid(ChunkGrid):
         return position_tokens - position_tokens % (self.chunk_tokens // 2)
 
 
-def other_order(*args, scan=mamba_scan.scan_by_slots, **fields):
-    """As if a large term were added first, and taken away last."""
-    return scan(*args, **fields) + LARGE - LARGE
+def other_order(*args, out, last=False, outputs=mamba_scan.chunk_outputs, **fields):
+    """Of decodes, as if a large term were added first, and taken away last."""
+    outputs(*args, out=out, last=last, **fields)
+    if last:
+        out.copy_(out + LARGE - LARGE)
 
 
 @pytest.mark.slow
@@ -115,7 +117,7 @@ def other_order(*args, scan=mamba_scan.scan_by_slots, **fields):
     "mutant",
     [
         (DecodeStep, "_open", flushed_off_the_grid),
-        (mamba_scan, "scan_by_slots", other_order),
+        (mamba_scan, "chunk_outputs", other_order),
         (HybridPrefixConfig, "states_are", "bfloat16"),
     ],
     ids=["a ring flushed off the grid", "a tile with another order", "states in bfloat16"],
@@ -200,16 +202,18 @@ def test_multipliers_are_applied(tiny_granite_dense):
 @pytest.fixture
 def marked(tiny, monkeypatch):
     """A model that has other values, not only other rounding, if chunks start elsewhere."""
-    scan = mamba2.scan_by_slots
 
-    def scan_with_marks(states, bounds, *, x, **fields):
-        first = bounds[bounds < len(x)].long().unique()
-        x = x.clone()
-        x[first] *= 2
-        return scan(states, bounds, x=x, **fields)
+    def with_marks(function, at):
+        def marked_function(x, *given, **fields):
+            bounds = given[at]
+            x = x.clone()
+            x[bounds[bounds < len(x)].long().unique()] *= 2
+            return function(x, *given, **fields)
 
-    for module in (mamba2, mamba_scan):  # of a prefill, and of a decode
-        monkeypatch.setattr(module, "scan_by_slots", scan_with_marks)
+        return marked_function
+
+    for name, at in (("pass_states", 3), ("chunk_outputs", 5)):  # of prefills and of decodes
+        monkeypatch.setattr(mamba_scan, name, with_marks(getattr(mamba_scan, name), at))
     return tiny
 
 

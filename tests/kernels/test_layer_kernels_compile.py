@@ -29,7 +29,7 @@ INT32 |= {"cu_seqlens_q_ptr", "lengths_ptr", "block_table_ptr", "positions_ptr",
 INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr"}
 INT64 |= {"rings_ptr", "kept_ptr", "slots_ptr", "entries_ptr", "ids_ptr", "sums_ptr", "expected_ptr", "places_ptr"}
 FLOAT32 = {"log_decay_ptr", "decays_ptr", "dt_ptr", "steps_ptr"}
-OUTPUTS = {"P": 64, "N": 128, "CHUNK": 128, "OF_D": 1, "GATE": False}
+OUTPUTS = {"P": 64, "N": 128, "CHUNK": 128, "OF_D": 1, "GATE": False, "LAST": False}
 OUTPUTS |= {"BLOCK_M": 64, "BLOCK_K": 128, "BLOCK_P": 64, "BLOCK_N": 128}
 KERNELS = {  # module, constants
     "_gates_kernel": (delta_gates, {"MARKS": True, "ROWS": 8, "BLOCK": 32}),
@@ -43,7 +43,7 @@ KERNELS = {  # module, constants
     "_zero_after_kernel": (mamba_scan, {"ROWS": 16, "BLOCK": 1024}),
     "_pass_states_kernel": (
         mamba_scan,
-        {"P": 64, "N": 128, "CHUNK": 128, "BLOCK_P": 64, "BLOCK_N": 64, "BLOCK_K": 64},
+        {"P": 64, "N": 128, "CHUNK": 128, "BLOCK_P": 64, "BLOCK_N": 64, "BLOCK_K": 64, "LAST": False},
     ),
     "_chunk_decays_kernel": (mamba_scan, {"CHUNK": 128, "HEADS": 8}),
     "_chunk_outputs_kernel": (mamba_scan, OUTPUTS),
@@ -67,10 +67,13 @@ def type_of(name: str, inputs: str = "bf16") -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", [*KERNELS, "_pass_states_kernel LAST", "_chunk_outputs_kernel LAST"])
 def test_compiles(name, tmp_path):
+    name, _, of_decode = name.partition(" ")
     module, constants = KERNELS[name]
-    assert compiled(getattr(module, name), type_of, constants, tmp_path)
+    changed = {"LAST": True} if of_decode else {}
+    launch = {"num_warps": 4, "num_stages": 1} if name == "_chunk_outputs_kernel" else {}
+    assert compiled(getattr(module, name), type_of, constants | changed, tmp_path, **launch)
 
 
 @pytest.mark.slow

@@ -180,7 +180,7 @@ class OfMamba2:
 
     def decode(self, tokens, states, chunks):
         xBC, dt = (x[tokens] for x in self.inputs)
-        rings = {"inputs": self.rings[0], "steps": self.rings[1]}
+        rings = {"inputs": self.rings[0], "ring": self.rings[1]}
         return continue_scan(xBC, states, chunks, dt=dt, z=self.z[tokens], **rings, **self.of_layer)
 
 
