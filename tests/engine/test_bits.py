@@ -143,6 +143,16 @@ def test_the_next_turn_resumes_at_the_last_block_of_the_answer(request, name):
     assert differing(harness, Alone(model, block_size_tokens=256)) == []
 
 
+@pytest.mark.parametrize("name", mostly_slow(["tiny", "both_kinds"], "tiny"))
+def test_states_and_kv_of_an_answer_are_those_of_a_prefill(request, name):
+    """A hit on an answer is computed without the cache, and compared."""
+    harness = exact_harness(request.getfixturevalue(name), verify_hits=1.0, block_size_tokens=128)
+    answered = harness.send(tokens(0, 50, seed=1), count=230)
+    harness.send(tokens(0, 50, seed=1) + list(answered.generated_tokens) + [7], count=1)
+    stats = harness.context.prefix_stats()
+    assert (stats.verified_hits, stats.verify_mismatches) == (1, 0)
+
+
 def test_a_score_has_the_bits_of_what_was_generated(both_kinds):
     """Whose answers were decoded in a batch. Only blocks whose log-probs are not kept are computed: those of the answer, the first time."""
     harness, plain = (exact_harness(both_kinds, slots=slots, block_size_tokens=128) for slots in (8, 0))
