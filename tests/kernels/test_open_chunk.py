@@ -12,8 +12,10 @@ import torch
 
 from megatron_hybrid_prefix.layers.step import ChunkGrid, DecodeStep, PrefillSpan, PrefillStep
 from megatron_hybrid_prefix.ops import delta_rule, delta_rule_triton
+from megatron_hybrid_prefix.ops.convolution import convolve_from_slots
 from megatron_hybrid_prefix.ops.delta_rule import continue_delta_rule, scan_delta_rule
 from megatron_hybrid_prefix.ops.invariant.scope import invariant
+from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens
 from megatron_hybrid_prefix.ops.mamba_scan import (
     chunk_decays,
     chunk_outputs,
@@ -260,3 +262,29 @@ def test_decodes_after_a_prefill_have_the_bits_of_one_prefill(kind, dtype, devic
     prefill(False, at_ends, ends)
     for live, (row, end) in enumerate(zip(ROWS, ends, strict=True)):
         assert torch.equal(states[live], at_ends[live] if end > row[1] else pool[SOURCE])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("taps", [2, 4])
+def test_a_convolution_of_one_token_after_another_has_the_bits_of_a_prefill(taps, dtype, device, monkeypatch):
+    """The window is written at each token, and is then that of a prefill."""
+    if device == "cpu":
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    dim, count = 40, 5 if INTERPRETED else 20
+    inputs, window = drawn(device, dtype, 1, (count, dim), (1, dim, taps))
+    weight, bias = drawn(device, dtype, 2, (dim, taps), (dim,))
+    nowhere = torch.zeros(count, dtype=torch.int32, device=device)
+    prefill = {"sources": nowhere, "starts": nowhere, "wrong": nowhere.clone()}
+    whole, windows = convolve_from_slots(inputs, window, weight, bias, **prefill), window.clone()
+    recent = torch.full((1, taps, dim), float("nan"), device=device, dtype=dtype)
+    decodes, slots = DecodeStep(1, max_requests=1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    one = np.zeros(1, np.int64)
+    for token in range(count):
+        decodes.prepare(one, np.array([token], np.int32), one + 1, one, decodes=1)
+        decodes.copy()
+        decodes.show(slots)
+        y = convolve_tokens(inputs[None, token : token + 1], windows, weight, bias, recent=recent, rows=decodes.rows)
+        assert torch.equal(y[0, 0], whole[token])
+        seen = torch.cat([window[0].T, inputs[:token]])[-taps:]
+        assert torch.equal(windows[0], seen.T)
