@@ -136,6 +136,24 @@ def test_a_row_of_gated_delta_net_depends_on_no_later_row(name, dtype, device, m
                 assert torch.equal(rows[: token + 1], whole[what][: token + 1]), (what, token, length)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="of the PyTorch versions")
+@pytest.mark.parametrize("kind", ["mamba2", "delta"])
+def test_decays_that_are_counted_from_the_end_of_a_chunk_are_noticed(kind, monkeypatch):
+    forwards = torch.Tensor.cumsum
+
+    def from_the_end(values, dim, out=None):
+        sums = values.sum(dim, keepdim=True) - (forwards(values.flip(dim), dim).flip(dim) - values)
+        return sums if out is None else out.copy_(sums)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError, match=r"decays|outputs|against"):
+        patch.setattr(torch, "cumsum", from_the_end)
+        patch.setattr(torch.Tensor, "cumsum", from_the_end)
+        if kind == "mamba2":
+            test_a_row_of_mamba2_depends_on_no_later_row("one tile", torch.float32, "cpu")
+        else:
+            test_a_row_of_gated_delta_net_depends_on_no_later_row("one tile", torch.float32, "cpu", monkeypatch)
+
+
 # -- prefills that leave chunks open, and decodes that go on --------------------------------------------------------------
 
 
