@@ -25,6 +25,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "presence_penalty": (-_MOST, _MOST),
     "repetition_penalty": (1 / _MOST, _MOST),
 }
+_MOST_LEVELS = 100  # of a schema
 _FLAGS = (
     "return_log_probs",
     "skip_prompt_log_probs",
@@ -52,7 +53,10 @@ class SamplingOptions:
         presence_penalty: Subtracted from the logits of tokens in the answer.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or answer.
         logit_bias: Token ids, and what to add to their logits.
-        min_tokens: The answer's first tokens, this many, are no end tokens: the logits of those are masked.
+        min_tokens: The answer's first tokens, this many, are no end tokens: the logits of those are masked. But a complete
+            ``structured_outputs`` that nothing can follow ends.
+        structured_outputs: What the answer must match, if it is not cut off: one of ``json`` (a JSON schema), ``json_object`` (True),
+            ``regex``, ``choice`` (texts) and ``grammar`` (Lark, as llguidance has it), as in ``{"regex": "[0-9]+"}``.
 
     Raises:
         FieldError: A value has the wrong type, is not finite or is out of range.
@@ -68,6 +72,7 @@ class SamplingOptions:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
+    structured_outputs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -83,6 +88,8 @@ class SamplingOptions:
             check_number("logit_bias", value, -_MOST, _MOST)
         if len(self.logit_bias) > len(dict(self.logit_bias)):
             raise FieldError("logit_bias", "logit_bias has a token twice")
+        if self.structured_outputs is not None:
+            _check_structure("structured_outputs", self.structured_outputs)
 
     @property
     def is_greedy(self) -> bool:
@@ -102,11 +109,11 @@ class SamplingOptions:
     @property
     def are_megatrons(self) -> bool:
         """Whether megatron's ``temperature``, ``top_k`` and ``top_p`` say the same."""
-        return not self.min_tokens and self.are_megatrons_later
+        return not self.min_tokens and self.structured_outputs is None and self.are_megatrons_later
 
     @property
     def are_megatrons_later(self) -> bool:
-        """The same, once the answer has ``min_tokens`` tokens."""
+        """The same, once the answer has ``min_tokens`` tokens, of logits that ``structured_outputs`` left."""
         if self.logit_bias or self.has_penalties:
             return False
         both = self.top_k > 0 and self.top_p < 1
@@ -122,18 +129,18 @@ class SamplingOptions:
         check_tokens("logit_bias", (token for token, _ in self.logit_bias), vocab_size)
 
     def check_drafts(self, drafts: str) -> None:
-        """Check that the options go with drafts, which change the penalties of the tokens after them.
+        """Check that the options go with drafts, which change the penalties of the tokens after them, and what may come there.
 
         Args:
             drafts: What the caller calls them.
 
         Raises:
-            FieldError: There is a penalty.
+            FieldError: There is a penalty, or ``structured_outputs``.
         """
         nothing = SamplingOptions()
-        for name in ("frequency_penalty", "presence_penalty", "repetition_penalty"):
+        for name in ("frequency_penalty", "presence_penalty", "repetition_penalty", "structured_outputs"):
             if (value := getattr(self, name)) != getattr(nothing, name):
-                raise FieldError(name, f"{name}={value} does not go with {drafts}")
+                raise FieldError(name, f"{name}={shown(value)} does not go with {drafts}")
 
     def as_dict(self) -> dict[str, Any]:
         """The options as plain values, for messages between processes."""
@@ -250,6 +257,26 @@ def _check_lengths(params: Any) -> None:
         check_integer(
             "num_tokens_to_generate", count, 0 if params.return_log_probs else 1
         )  # 0: those of the prompt alone
+
+
+def _check_structure(field: str, wanted: Any) -> None:
+    """Check the form of ``structured_outputs``; whether it can be compiled, `AnswerGrammar` finds."""
+    match wanted:
+        case {"json": dict()} | {"json_object": True} | {"regex": str()} | {"grammar": str()}:
+            is_right = True
+        case {"choice": [*texts]}:
+            is_right = bool(texts) and all(isinstance(text, str) and text for text in texts)
+        case _:
+            is_right = False
+    if not is_right or len(wanted) > 1:
+        kinds = "json (a schema), json_object (true), regex, choice (texts) and grammar (Lark)"
+        raise FieldError(field, f"{field}={shown(wanted)} must have one of {kinds}")
+    left: list[Any] = [wanted]
+    for _ in range(_MOST_LEVELS):
+        left = [each for items in left for each in (items.values() if isinstance(items, dict) else items)]
+        left = [each for each in left if isinstance(each, dict | list)]
+    if left:  # whoever reads it calls itself for each level
+        raise FieldError(field, f"{field} has more than {_MOST_LEVELS} levels")
 
 
 def check_integer(field: str, value: Any, least: int | None = None, most: int | None = None) -> None:

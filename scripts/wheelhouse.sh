@@ -38,8 +38,8 @@ fa4=(
 binary=(megatron-core einops pyzmq msgpack packaging psutil safetensors tokenizers rich markdown-it-py mdurl pygments)
 # Packages that mamba-ssm imports.
 binary+=(transformers huggingface-hub httpx2 httpcore2 truststore tqdm pyyaml regex)
-# The server.
-binary+=(prometheus-client starlette uvicorn anyio idna h11 click pydantic pydantic-core annotated-types typing-inspection)
+# The server, and its grammars.
+binary+=(llguidance prometheus-client starlette uvicorn anyio idna h11 click pydantic pydantic-core annotated-types typing-inspection)
 # Built here: without CUDA extensions, because only their Triton parts are used, or with them (--with mamba).
 source=(causal-conv1d mamba-ssm)
 # Transformer Engine, and what it imports. Its part for PyTorch comes as C++ and is built here.

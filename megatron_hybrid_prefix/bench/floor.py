@@ -34,7 +34,7 @@ def floor_bytes(engine: Any, rows: int, tokens: int, touched: float = 1.0) -> in
     """Bytes that a decode step of an engine must read and write on this rank.
 
     These are its weights once, without the input embedding unless it is tied to the output; each row's state, read and
-    written; each row's keys and values.
+    written, as megatron's decode does (one with rings writes it once in many steps); each row's keys and values.
 
     Args:
         engine: Any engine.

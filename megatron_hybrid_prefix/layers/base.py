@@ -104,18 +104,21 @@ class LayerKind(ABC):
             )
         return OPEN_RINGS[self.name](state, tokens, step_tokens, dtype)
 
-    def flush(self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: RingRows) -> None:
-        """Advance one layer's states of some rows to `RingRows.ends`, in their slots and in those that are given them, too.
+    def flush(
+        self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: Mapping[str, RingRows]
+    ) -> None:
+        """Advance states of all layers of some requests to `RingRows.ends`, in their slots and in those that are given them, too.
 
         Args:
-            states: As of `SlotLayer.slot_decode_rows`.
+            states: As of `SlotLayer.slot_decode_rows`, but of all layers: a slot of a layer is one of many. Slots may overlap.
             ring: Likewise.
-            rows: The positions are the ends.
+            rows: By component of ``states``: each request has a row for each layer. The positions are the ends.
         """
         for name, after in ring.items():
-            take_last(states[name.removesuffix("_after")], after, rows)
-        for tensor in states.values():
-            copy_slots(tensor[None], tensor[None], rows.slots, rows.kept)
+            name = name.removesuffix("_after")
+            take_last(states[name], after, rows[name])
+        for name, tensor in states.items():
+            copy_slots(tensor[None], tensor[None], rows[name].slots, rows[name].kept)
 
     @abstractmethod
     def invalidate(self, module: torch.nn.Module) -> None:

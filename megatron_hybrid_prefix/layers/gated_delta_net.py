@@ -202,13 +202,15 @@ class GatedDeltaNetKind(LayerKind):
     ) -> tuple[StateComponent, ...]:
         return gated_delta_net_ring(state, tokens, step_tokens, dtype)
 
-    def flush(self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: RingRows) -> None:
-        flush_windows(states[GDN_CONV], ring["gdn_recent"], rows)
-        state = states[GDN_STATE]
+    def flush(
+        self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: Mapping[str, RingRows]
+    ) -> None:
+        flush_windows(states[GDN_CONV], ring["gdn_recent"], rows[GDN_CONV])
+        state, own = states[GDN_STATE], rows[GDN_STATE]
         if "gdn_values" in ring:  # the state is there
-            copy_slots(state[None], state[None], rows.slots, rows.kept)
+            copy_slots(state[None], state[None], own.slots, own.kept)
         else:
-            flush_delta_rule(state, ring["gdn_keys"], ring["gdn_written"], ring["gdn_decays"], rows)
+            flush_delta_rule(state, ring["gdn_keys"], ring["gdn_written"], ring["gdn_decays"], own)
 
     def invalidate(self, module: torch.nn.Module) -> None:
         """Nothing is derived from weights."""

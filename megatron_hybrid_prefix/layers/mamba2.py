@@ -153,12 +153,15 @@ class Mamba2(LayerKind):
     ) -> tuple[StateComponent, ...]:
         return mamba2_ring(state, tokens, step_tokens, dtype)
 
-    def flush(self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: RingRows) -> None:
-        flush_windows(states["conv"], ring["conv_recent"], rows)
+    def flush(
+        self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: Mapping[str, RingRows]
+    ) -> None:
+        flush_windows(states["conv"], ring["conv_recent"], rows["conv"])
+        state, own = states["ssm"], rows["ssm"]
         if "ssm_dt" in ring:  # the state is there
-            copy_slots(states["ssm"][None], states["ssm"][None], rows.slots, rows.kept)
+            copy_slots(state[None], state[None], own.slots, own.kept)
         else:
-            flush_states(states["ssm"], ring["ssm_inputs"], ring["ssm_steps"], rows)
+            flush_states(state, ring["ssm_inputs"], ring["ssm_steps"], own)
 
     def invalidate(self, module: torch.nn.Module) -> None:
         refresh_decode_parameters(module)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from numpy.typing import NDArray
 
 from megatron_hybrid_prefix.ops.rings import OpenChunks, OpenRows, RingRows
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
-from megatron_hybrid_prefix.ops.triton_or_torch import ids_on_device
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.support.arithmetic import round_up
 
@@ -422,11 +420,9 @@ class DecodeStep:
             packed = {name: self._tensors[f"{name}{size}"][:length] for name, length in lengths.items()}
             rows.chunks[size] = OpenChunks(first=self._first[: count + 1], none=self._none[:count], **packed)
 
-    def flushed(
-        self, live_indices: Sequence[int], ends: Sequence[int], slots: Sequence[int], kept: Sequence[int]
-    ) -> RingRows:
-        """The rows of a launch that advances the states of these live indices to ``ends``; ``slots``, ``kept``: rows of states."""
+    def advance(self, live_indices: Sequence[int], ends: Sequence[int]) -> Sequence[int]:
+        """The states of these live indices will be those at ``ends``, by a launch of its own. Returns where they are."""
         own = np.array(live_indices)
-        fields = (slots, live_indices, ends, self.origins[own].tolist(), ends, kept)
+        origins: list[int] = self.origins[own].tolist()
         self.origins[own] = ends
-        return RingRows(*ids_on_device(chain(*fields), self._buffer.device).view(len(fields), -1))
+        return origins

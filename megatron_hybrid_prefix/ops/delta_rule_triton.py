@@ -14,7 +14,7 @@ Chunks are cut at the multiples of 64: all chunks of a sequence but the first an
 arithmetic depends on its tokens and the state before it alone, not on its place in the step: a request that resumes at
 the end of a chunk computes the same bits as one that does not.
 
-A decode runs `_update_kernel`. Its products run on tensor cores, and have the accuracy of float32.
+A decode runs `_update_kernel`. Its products have the accuracy of float32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_hybrid_prefix.ops.rings import RingRows
+from megatron_hybrid_prefix.ops.rings import RingRows, at_once, entry_at, times
 from megatron_hybrid_prefix.ops.triton_or_torch import jit, multiprocessors, tl, triton
 
 CHUNK = 64
@@ -33,8 +33,12 @@ EPSILON = 1e-6
 PART = 16
 """Rows of the diagonal blocks that are inverted by substitution."""
 
-_COLUMNS = 128  # of a state, that a program of a decode reads, and fewer where programs would not fill the GPU
-_PROGRAMS = 4  # of a multiprocessor, before that
+_BYTES = 16384  # of a state, some columns of it, that a program of a decode reads at once
+_WARPS, _STAGES, _REGISTERS = 2, 3, 160  # of such a program; of its loop over them; of a thread at most
+_FLUSH, _AHEAD = 32, 4  # rows of a state that are advanced at once, and stages of that loop
+_PIECES = 8  # that a program takes at most
+_PROGRAMS = 3  # of a multiprocessor; a program takes fewer before there are fewer
+_CORES = True  # whether what has 16 bits meets on tensor cores
 
 
 class Launch(NamedTuple):
@@ -193,28 +197,33 @@ def update_by_kernel(
     if not count:
         return outputs
     assert all(tensor[0].is_contiguous() for tensor in (states, *rings))
-    options = update_options(count * heads, key_size, value_size, rings[0].shape[1], tokens, multiprocessors(v.device))
+    tile = update_tile(key_size, value_size, states.element_size(), rings[0].shape[1], tokens)
+    repeat = heads // key_heads
+    pieces = repeat * triton.cdiv(value_size, tile["BLOCK_V"])
+    together = at_once(_PIECES, pieces, count * key_heads, _PROGRAMS * multiprocessors(v.device))
+    # Not in Triton's interpreter, whose products of bfloat16 are wrong.
+    cores = _CORES and v.is_cuda and q.dtype == k.dtype == rings[0].dtype == torch.bfloat16
     given = q, k, v, *(tensor.contiguous() for tensor in inputs[3:]), states, *rings, outputs, *rows
     strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *(tensor.stride(0) for tensor in (states, *rings))
-    grid = triton.cdiv(value_size, options["BLOCK_V"]), heads, count
-    _update_kernel[grid](*given, *strides, heads, key_heads, key_size**-0.5, EPSILON, NORMALISE=normalise, **options)
+    numbers = heads, together, key_size**-0.5, EPSILON
+    grid = key_heads * triton.cdiv(pieces, together), count
+    _update_kernel[grid](*given, *strides, *numbers, REPEAT=repeat, NORMALISE=normalise, CORES=cores, **tile)
     return outputs
 
 
-def update_options(
-    matrices: int, key_size: int, value_size: int, entries: int, tokens: int, processors: int
-) -> dict[str, Any]:
-    """Tiles and warps of a decode. Fewer columns for a few matrices: a column's bits do not depend on how many a program has."""
+def update_tile(key_size: int, value_size: int, itemsize: int, entries: int, tokens: int) -> dict[str, Any]:
+    """What a program of a decode reads of a state and of entries at once: the same for any number of states."""
     columns, block_k = (max(16, triton.next_power_of_2(size)) for size in (value_size, key_size))
-    columns = min(_COLUMNS if block_k <= 128 else _COLUMNS // 2, columns)
-    while columns > 32 and matrices * triton.cdiv(value_size, columns) < _PROGRAMS * processors:
-        columns //= 2
+    columns, together = min(columns, max(16, _BYTES // (block_k * itemsize))), entries - max(1, tokens)
     tile = {"K": key_size, "V": value_size, "TOKENS": tokens, "BLOCK_T": max(8, triton.next_power_of_2(tokens))}
-    tile |= {"BLOCK_E": 16, "BLOCK_K": block_k, "BLOCK_V": columns, "PART_K": min(32, block_k), "PART_V": 16}
-    tile |= {"ENTRIES": entries, "BLOCK_F": max(16, triton.next_power_of_2(entries - max(1, tokens)))}
-    # As many registers as three programs of a multiprocessor can have, or four.
-    tile |= {"maxnreg": 168 if columns > 64 else 128} if block_k <= 128 else {}
-    return tile | {"num_warps": 4, "num_stages": 1}
+    tile |= {"ENTRIES": entries, "BLOCK_E": max(16, triton.next_power_of_2(together)), "BLOCK_K": block_k}
+    tile |= {"BLOCK_V": columns, "PART_K": min(_FLUSH, block_k), "HEADS": triton.next_power_of_2(_PIECES)}
+    more = (
+        tokens > 1 or together > 32 or key_size < block_k
+    )  # warps, for their registers; else programs of a multiprocessor
+    few = None if more or block_k > 128 else _REGISTERS
+    tile |= {"num_warps": 2 * _WARPS if more else _WARPS, "maxnreg": few}
+    return tile | {"STAGES": _STAGES, "AHEAD": _AHEAD}
 
 
 def contiguous_from(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -480,50 +489,7 @@ def _pass_kernel(
         tl.store(of_head + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask)
 
 
-@jit
-def _times(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """Their product with the accuracy of float32. What has 16 bits is multiplied as it is, float32 by it in three parts."""
-    if a.dtype == b.dtype and a.dtype != tl.float32:
-        product = tl.dot(a, b)
-    elif a.dtype == tl.bfloat16 and b.dtype == tl.float32:
-        high = b.to(tl.bfloat16)
-        rest = b - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        product = tl.dot(a, high) + tl.dot(a, middle) + tl.dot(a, (rest - middle.to(tl.float32)).to(tl.bfloat16))
-    else:
-        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32x3")
-    return product
-
-
-@jit
-def _entries(
-    back: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
-    ring: tl.tuple,  # where keys, what is written and decays of the head lie in the row's ring; heads, and key heads
-    in_k: tl.tensor,
-    in_v: tl.tensor,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """BLOCK_E entries of positions [first, last), from the ``back``-th before the last one backwards; zero where there is none.
-
-    Keys (BLOCK_E, K), what is written along them (BLOCK_E, V), and the decay after each (BLOCK_E,), whose sums are no differences.
-    """
-    at = last - 1 - back - tl.arange(0, BLOCK_E)
-    mask, entry = at >= first, at % ENTRIES
-    keys_ptr, written_ptr, decays_ptr, heads, key_heads = ring
-    of_keys = keys_ptr + entry[:, None] * (key_heads * K) + in_k[None, :]
-    keys = tl.load(of_keys, mask=mask[:, None] & (in_k < K)[None, :], other=0.0)
-    of_written = written_ptr + entry[:, None] * (heads * V) + in_v[None, :]
-    written = tl.load(of_written, mask=mask[:, None] & (in_v < V)[None, :], other=0.0)
-    after = tl.load(decays_ptr + (at + 1) % ENTRIES * heads, mask=mask & (at + 1 < last), other=0.0)
-    return keys, written, after
-
-
-@jit
+@jit(do_not_specialize=["together"])  # one program for any number: what rows get does not depend on it
 def _update_kernel(
     q_ptr: tl.tensor,  # (rows, TOKENS, key heads, K), strided over rows and tokens
     k_ptr: tl.tensor,
@@ -552,101 +518,162 @@ def _update_kernel(
     stride_written: tl.int64,
     stride_decays: tl.int64,
     heads: tl.tensor,
-    key_heads: tl.tensor,
+    together: tl.tensor,
     scale: tl.tensor,
     epsilon: tl.tensor,
+    REPEAT: tl.constexpr,
     ENTRIES: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     TOKENS: tl.constexpr,
     NORMALISE: tl.constexpr,
+    CORES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_F: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PART_K: tl.constexpr,
-    PART_V: tl.constexpr,
+    HEADS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_V columns of one head's state, and the tokens of one row.
+    """One program: ``together`` pieces of states of one key head's heads, or fewer, and the tokens of one row.
 
-    Keys and queries are one operand of 2 BLOCK_T rows. The entries of this step are not among those that it reads; keys are
-    written by the first of a key head's programs, decays by the first of a head's.
+    A piece has BLOCK_V columns of a head's state. What heads share is computed once; the next pieces are on their way while one is
+    used. Keys and queries are one operand of 2 BLOCK_T rows. The entries of this step are not among those that it reads; keys
+    are written by the first of a key head's programs, decays by that of a head's first piece.
     """
-    column, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    in_k, in_v, in_t = tl.arange(0, BLOCK_K), column * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_T)
-    both = tl.arange(0, 2 * BLOCK_T)
+    PIECES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    # Float32 meets few vectors without tensor cores: to split it takes longer.
+    DOTS: tl.constexpr = CORES and (states_ptr.dtype.element_ty != tl.float32 or TOKENS > 1)
+    row, chunks = tl.program_id(1).to(tl.int64), tl.cdiv(REPEAT * PIECES, together)
+    key_head, first = tl.program_id(0) // chunks, tl.program_id(0) % chunks * together
+    last, first_head = tl.minimum(first + together, REPEAT * PIECES), key_head * REPEAT + first // PIECES
+    in_k, in_v, number = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_E)
+    both, of_head = tl.arange(0, 2 * BLOCK_T), tl.arange(0, HEADS)
     token, is_query = both % BLOCK_T, both >= BLOCK_T
-    k_mask, v_mask, filled = in_k < K, in_v < V, token < TOKENS
-    of_gates = row * TOKENS * heads + head
-    of_out = out_ptr + (of_gates + token * heads)[:, None] * V + in_v[None, :]
-    out_mask = (is_query & filled)[:, None] & v_mask[None, :]
+    k_mask, filled = in_k < K, token < TOKENS
     slot, ring, kept = tl.load(slots_ptr + row), tl.load(rings_ptr + row), tl.load(kept_ptr + row)
     position, origin, end = tl.load(positions_ptr + row), tl.load(origins_ptr + row), tl.load(ends_ptr + row)
+    of_row = row * TOKENS * heads
     if slot < 0:
-        tl.store(of_out, tl.zeros([2 * BLOCK_T, BLOCK_V], dtype=out_ptr.dtype.element_ty), mask=out_mask)
+        for piece in range(first, last):
+            column, head = piece % PIECES * BLOCK_V, key_head * REPEAT + piece // PIECES
+            of_out = out_ptr + (of_row + token * heads + head)[:, None] * V + (column + in_v)[None, :]
+            zeros = tl.zeros([2 * BLOCK_T, BLOCK_V], dtype=out_ptr.dtype.element_ty)
+            tl.store(of_out, zeros, mask=(is_query & filled)[:, None] & (in_v < V - column)[None, :])
         return
-    key_head = head // (heads // key_heads)
-    of_keys, of_decays = keys_ptr + ring * stride_keys + key_head * K, decays_ptr + ring * stride_decays + head
-    of_written = written_ptr + ring * stride_written + head * V
-    of_ring = of_keys, of_written, of_decays, heads, key_heads
-    of_states = states_ptr + head.to(tl.int64) * K * V
+    key_heads = heads // REPEAT
+    of_keys, of_decays = keys_ptr + ring * stride_keys + key_head * K, decays_ptr + ring * stride_decays + first_head
+    of_written = written_ptr + ring * stride_written
+    of_states, to_kept = states_ptr + slot * stride_slot, (kept - slot) * stride_slot
+    h_mask, of_gate = (of_head < REPEAT - first // PIECES)[None, :], of_decays + of_head[None, :]
     if (end > origin) | (kept >= 0):
-        # In parts, some of which are loaded at once, to shared memory. What is written is read again below.
-        keys, _, after = _entries(0, origin, end, of_ring, in_k, in_v, K, V, ENTRIES, BLOCK_F)
-        left = tl.exp(tl.cumsum(after, 0))
-        total = tl.exp(tl.sum(after, 0) + tl.load(of_decays + origin % ENTRIES * heads, mask=end > origin, other=0.0))
-        for first in tl.range(0, BLOCK_V, PART_V, num_stages=min(4, BLOCK_V // PART_V)):
-            part = column * BLOCK_V + first + tl.arange(0, PART_V)
-            of_part, mask = of_states + in_k[:, None] * V + part[None, :], k_mask[:, None] & (part < V)[None, :]
-            state = tl.load(of_part + slot * stride_slot, mask=mask, other=0.0)
-            written = _entries(0, origin, end, of_ring, in_k, part, K, V, ENTRIES, BLOCK_F)[1]
-            added = _times(tl.trans(keys), written.to(tl.float32) * left[:, None])
-            state = tl.where(end > origin, (state.to(tl.float32) * total + added).to(state.dtype), state)
-            tl.store(of_part + slot * stride_slot, state, mask=mask & (end > origin))
-            tl.store(of_part + kept * stride_slot, state, mask=mask & (kept >= 0))
-        tl.debug_barrier()
-    if TOKENS == 0:
-        return
-    of_k = k_ptr + row * stride_k_row + token * stride_k_token
-    of_both = tl.where(is_query, q_ptr + row * stride_q_row + token * stride_q_token, of_k) + key_head * K
-    x = tl.load(of_both[:, None] + in_k[None, :], mask=filled[:, None] & k_mask[None, :], other=0.0)
-    decay = tl.load(log_decay_ptr + of_gates + in_t * heads, mask=in_t < TOKENS, other=0.0)
-    beta = tl.load(beta_ptr + of_gates + token * heads, mask=filled, other=0.0).to(tl.float32)
-    of_v = v_ptr + row * stride_v_row + (token * stride_v_token)[:, None] + head * V + in_v[None, :]
-    v = tl.load(of_v, mask=(filled & (token == both))[:, None] & v_mask[None, :], other=0.0)
-    keys, written, after = _entries(0, end, position, of_ring, in_k, in_v, K, V, ENTRIES, BLOCK_E)
-    oldest = tl.load(of_decays + end % ENTRIES * heads, mask=end < position, other=0.0)
-    sums = tl.zeros([2 * BLOCK_T, BLOCK_V], tl.float32)
-    for first in tl.range(0, BLOCK_K, PART_K, num_stages=min(8, BLOCK_K // PART_K)):
-        part = first + tl.arange(0, PART_K)
-        x_part = tl.load(of_both[:, None] + part[None, :], mask=filled[:, None] & (part < K)[None, :], other=0.0)
-        of_part = of_states + slot * stride_slot + part[:, None] * V + in_v[None, :]
-        sums += _times(x_part, tl.load(of_part, mask=(part < K)[:, None] & v_mask[None, :], other=0.0))
-    # From here on decays count from the first of this step's tokens, in `passed`, and back from there, in `later`.
-    passed = tl.sum(tl.where(in_t[None, :] <= token[:, None], decay[None, :], 0.0), 1)
-    old, later = tl.zeros_like(sums), 0.0
-    for back in range(BLOCK_E, position - end + BLOCK_E, BLOCK_E):
-        left = tl.exp(passed[:, None] + (later + tl.cumsum(after, 0))[None, :])
-        old += _times(_times(x, tl.trans(keys)) * left, written)
-        later += tl.sum(after, 0)
-        keys, written, after = _entries(back, end, position, of_ring, in_k, in_v, K, V, ENTRIES, BLOCK_E)
-    unit = _unit(x, epsilon, NORMALISE)
-    sums = (tl.exp(passed + later + oldest)[:, None] * sums + old) * unit[:, None]
-    meets = _times(x, tl.trans(x)) * unit[:, None]
-    for t in tl.static_range(TOKENS):
-        new = (beta * unit)[:, None] * (v.to(tl.float32) - sums)
-        new = tl.sum(tl.where((both == t)[:, None], new, 0.0), 0).to(written_ptr.dtype.element_ty)
-        tl.store(of_written + (position + t) % ENTRIES * (heads * V) + in_v, new, mask=v_mask)
-        since = (in_t > t)[None, :] & (in_t[None, :] <= token[:, None])
-        left = tl.exp(tl.sum(tl.where(since, decay[None, :], 0.0), 1))
-        left *= tl.sum(tl.where((both == t)[None, :], meets, 0.0), 1)
-        to = (token > t) | is_query & (token == t)
-        sums += tl.where(to[:, None], left[:, None] * new.to(tl.float32)[None, :], 0.0)
-    tl.store(of_out, (sums * scale).to(out_ptr.dtype.element_ty), mask=out_mask)
-    if column == 0:
-        tl.store(of_decays + (position + in_t) % ENTRIES * heads, decay, mask=in_t < TOKENS)
-        entry = (position + token) % ENTRIES
-        mine = filled & (token == both) & (head % (heads // key_heads) == 0)
-        of_x = of_keys + entry[:, None] * (key_heads * K) + in_k[None, :]
-        tl.store(of_x, x.to(keys_ptr.dtype.element_ty), mask=mine[:, None] & k_mask[None, :])
+        at, after, count = entry_at(origin, number, ENTRIES), entry_at(origin, number + 1, ENTRIES), end - origin
+        inside = (number < count)[:, None]
+        decay = tl.exp(tl.sum(tl.load(of_gate + (at * heads)[:, None], mask=inside & h_mask, other=0.0), 0))
+        of_later, others = of_gate + (after * heads)[:, None], (number + 1 < count)[:, None] & h_mask
+        weight = tl.exp(tl.cumsum(tl.load(of_later, mask=others, other=0.0), 0, reverse=True))
+        for turn in tl.range(0, (last - first) * (BLOCK_K // PART_K), num_stages=AHEAD):
+            piece = first + turn // (BLOCK_K // PART_K)
+            part = turn % (BLOCK_K // PART_K) * PART_K + tl.arange(0, PART_K)
+            column, head = piece % PIECES * BLOCK_V, piece // PIECES - first // PIECES
+            v_mask, of_channel = (in_v < V - column)[None, :], (first_head + head) * V + column + in_v[None, :]
+            mask, of_part = (part < K)[:, None] & v_mask, of_states + (first_head + head) * (K * V) + part[:, None] * V
+            of_part += column + in_v[None, :]
+            state = tl.load(of_part, mask=mask, other=0.0).to(tl.float32)
+            of_some = of_keys + (at * (key_heads * K))[None, :] + part[:, None]
+            keys = tl.load(of_some, mask=(part < K)[:, None] & (number < count)[None, :], other=0.0)
+            of_entries = of_written + (at * (heads * V))[:, None] + of_channel
+            written = tl.load(of_entries, mask=inside & v_mask, other=0.0)
+            later = tl.sum(tl.where((of_head == head)[None, :], weight, 0.0), 1)
+            if CORES and written_ptr.dtype.element_ty != tl.float32:
+                added = times(keys.to(tl.float32) * later[None, :], written)
+            else:
+                added = times(keys if CORES else keys.to(tl.float32), written.to(tl.float32) * later[:, None])
+            left = tl.sum(tl.where(of_head == head, decay, 0.0), 0)
+            state = tl.where(end > origin, state * left + added, state).to(states_ptr.dtype.element_ty)
+            tl.store(of_part, state, mask=mask & (end > origin))
+            tl.store(of_part + to_kept, state, mask=mask & (kept >= 0))
+        tl.debug_barrier()  # it is read again, by other threads
+    if TOKENS > 0:
+        # Entries since the end, then this step's tokens; of those, ``new`` says which, and is negative for others.
+        at, after, new = entry_at(end, number, ENTRIES), entry_at(end, number + 1, ENTRIES), number - (position - end)
+        of_k = k_ptr + row * stride_k_row + token * stride_k_token
+        of_both = tl.where(is_query, q_ptr + row * stride_q_row + token * stride_q_token, of_k) + key_head * K
+        x = tl.load(of_both[:, None] + in_k[None, :], mask=filled[:, None] & k_mask[None, :], other=0.0)
+        of_some = of_keys + at[None, :] * (key_heads * K) + in_k[:, None]
+        keys = tl.load(of_some, mask=(new < 0)[None, :] & k_mask[:, None], other=0.0)
+        decay = tl.load(of_gate + (at * heads)[:, None], mask=(new < 0)[:, None] & h_mask, other=0.0)
+        later = tl.load(of_gate + (after * heads)[:, None], mask=(new < -1)[:, None] & h_mask, other=0.0)
+        later, decay = tl.exp(tl.cumsum(later, 0, reverse=True)), tl.exp(tl.sum(decay, 0))
+        unit = _unit(x, epsilon, NORMALISE)
+        scores, meets = times(x, keys) * unit[:, None], times(x, tl.trans(x)) * unit[:, None]
+        real, own = of_head < REPEAT - first // PIECES, (of_head + first // PIECES) * PIECES
+        own = real & (own >= first) & (own < last)
+        # Of each token, by head; then of each token's key and query, and of those by earlier keys.
+        none: tl.tuple = ()
+        decays, gains, rows, seen, met = none, none, none, none, none
+        for t in tl.static_range(TOKENS):
+            of_gates = of_row + t * heads + first_head + of_head
+            gate = tl.load(log_decay_ptr + of_gates, mask=real, other=0.0)
+            tl.store(of_decays + entry_at(position, t, ENTRIES) * heads + of_head, gate, mask=own)
+            beta = tl.load(beta_ptr + of_gates, mask=real, other=0.0).to(tl.float32)
+            decays += (tl.exp(gate),)
+            gains += (beta * tl.sum(tl.where(both == t, unit, 0.0), 0),)
+            for r in tl.static_range(2):
+                is_row = (both == t + r * BLOCK_T)[:, None]
+                for s in tl.static_range(TOKENS):
+                    met += (tl.sum(tl.sum(tl.where(is_row & (both == s)[None, :], meets, 0.0), 1), 0),)
+                if not DOTS:
+                    rows += (tl.sum(tl.where(is_row, x.to(tl.float32) * unit[:, None], 0.0), 0)[:, None],)
+                    seen += (tl.sum(tl.where(is_row, scores, 0.0), 0),)
+        if first == 0:
+            of_x = of_keys + entry_at(position, token, ENTRIES)[:, None] * (key_heads * K) + in_k[None, :]
+            tl.store(of_x, x.to(keys_ptr.dtype.element_ty), mask=(filled & (token == both))[:, None] & k_mask[None, :])
+        for piece in tl.range(first, last, num_stages=STAGES):
+            column, head = piece % PIECES * BLOCK_V, piece // PIECES - first // PIECES
+            of_channel, v_mask = (first_head + head) * V + column, in_v < V - column if V % BLOCK_V else in_v >= 0
+            this = of_head == head
+            of_piece = of_states + (first_head + head) * (K * V) + column + in_k[:, None] * V + in_v[None, :]
+            state = tl.load(of_piece, mask=k_mask[:, None] & v_mask[None, :], other=0.0)
+            of_entries = of_written + of_channel + at[:, None] * (heads * V) + in_v[None, :]
+            written = tl.load(of_entries, mask=(new < 0)[:, None] & v_mask[None, :], other=0.0)
+            values, gates, heard, fresh = none, none, none, none  # of each token
+            for t in tl.static_range(TOKENS):
+                of_v = v_ptr + row * stride_v_row + t * stride_v_token + of_channel + in_v
+                values += (tl.load(of_v, mask=v_mask, other=0.0).to(tl.float32),)
+                gates += (tl.sum(tl.where(this, decays[t], 0.0), 0),)
+            older = tl.sum(tl.where(this[None, :], later, 0.0), 1)
+            oldest = tl.sum(tl.where(this, decay, 0.0), 0)
+            if DOTS:  # what the state and the entries say to each token's key and query
+                left = tl.full([2 * BLOCK_T], 1.0, tl.float32)
+                for t in tl.static_range(TOKENS):
+                    left *= tl.where(token >= t, gates[t], 1.0)
+                old = times(scores * left[:, None] * older[None, :], written)
+                sums = times(x, state) * (unit * left * oldest)[:, None] + old
+                for r in tl.static_range(2 * TOKENS):
+                    is_row = (both == r // 2 + r % 2 * BLOCK_T)[:, None]
+                    heard += (tl.sum(tl.where(is_row, sums, 0.0), 0),)
+            else:  # each thread first adds its own products
+                left = 1.0
+                for r in tl.static_range(2 * TOKENS):
+                    left *= gates[r // 2] if r % 2 == 0 else 1.0
+                    old = tl.sum(written.to(tl.float32) * (seen[r] * older)[:, None], 0)
+                    heard += ((tl.sum(state.to(tl.float32) * rows[r], 0) * oldest + old) * left,)
+            for t in tl.static_range(TOKENS):
+                for r in tl.static_range(2):
+                    total = heard[2 * t + r]
+                    for s in tl.static_range(t + r):
+                        after_it = met[(2 * t + r) * TOKENS + s]
+                        for u in tl.static_range(s + 1, t + 1):
+                            after_it *= gates[u]
+                        total += after_it * fresh[s].to(tl.float32)
+                    if r == 0:
+                        gain = tl.sum(tl.where(this, gains[t], 0.0), 0)
+                        fresh += ((gain * (values[t] - total)).to(written_ptr.dtype.element_ty),)
+                        of_fresh = of_written + of_channel + entry_at(position, t, ENTRIES) * (heads * V) + in_v
+                        tl.store(of_fresh, fresh[t], mask=v_mask)
+                    else:
+                        of_out = out_ptr + (of_row + t * heads) * V + of_channel + in_v
+                        tl.store(of_out, (total * scale).to(out_ptr.dtype.element_ty), mask=v_mask)

@@ -13,15 +13,16 @@ import torch
 
 from megatron_hybrid_prefix.ops.convolution import add_taps
 from megatron_hybrid_prefix.ops.elementwise import compute_dtype, silu, softplus, stable_softplus
-from megatron_hybrid_prefix.ops.rings import RingRows, entry_at, sums_after
-from megatron_hybrid_prefix.ops.triton_or_torch import jit, runs_kernel, tl, triton
+from megatron_hybrid_prefix.ops.rings import RingRows, at_once, entry_at, sums_after, times
+from megatron_hybrid_prefix.ops.triton_or_torch import jit, multiprocessors, runs_kernel, tl, triton
 
 _CHANNELS = 256  # of a program of the convolution, two a thread
-_BYTES, _WARPS, _REGISTERS = 16384, 2, None  # of a state that a program reads; of a program; of a thread at most
-# Rows of a state that a flush multiplies at once, which costs registers, and how, by the bytes of the state's type: what is rounded to
-# 16 bits in three products of tensor cores.
-_FLUSH = {2: (16, "tf32x3"), 4: (8, "ieee")}
-_CORES = True  # whether states of 16 bits meet C on tensor cores
+_BYTES = 16384  # of a head's state that a program reads at once
+_WARPS, _STAGES, _REGISTERS = 2, 3, None  # of a program; of its loop over heads; of a thread at most
+_HEADS, _COLUMNS = 4, 8  # that a program takes at most, and their tokens in all
+_PROGRAMS = 8  # of a multiprocessor; a program has fewer heads before there are fewer
+_FLUSH, _AHEAD = 16, 4  # rows of a state that are advanced at once, and stages of that loop
+_CORES = True  # whether inputs of 16 bits meet on tensor cores
 
 
 def convolve_tokens(
@@ -176,34 +177,19 @@ def update_states(
     assert states[0].is_contiguous() and inputs[0].is_contiguous() and steps[0].is_contiguous()
     assert steps.shape[1] == inputs.shape[1] and steps.dtype == torch.float32
     tile = tile_of(headdim, d_state, states.element_size(), inputs.shape[1] - tokens, tokens)
+    repeat = heads * d_state // (inputs.shape[2] - heads * headdim)
     out = torch.empty((count, tokens, heads * headdim), dtype=xBC.dtype, device=xBC.device)
     if count:
-        _update_kernel[(triton.cdiv(headdim, tile["BLOCK_P"]), heads, count)](
-            xBC,
-            dt,
-            A,
-            D,
-            dt_bias,
-            xBC if z is None else z,
-            out,
-            states,
-            *ring,
-            *rows,
-            *dt.stride()[:2],
-            *((0, 0) if z is None else z.stride()[:2]),
-            *(tensor.stride(0) for tensor in (states, *ring)),
-            heads,
-            P=headdim,
-            N=d_state,
-            REPEAT=heads * d_state // (inputs.shape[2] - heads * headdim),
-            ENTRIES=inputs.shape[1],
-            OF_D=headdim if D.numel() > heads else 1,
-            GATE=z is not None,
-            TOKENS=tokens,
-            # Not in Triton's interpreter, whose products of bfloat16 are wrong.
-            CORES=_CORES and xBC.is_cuda and states.dtype == xBC.dtype and xBC.element_size() == 2,
-            **tile,
-        )
+        parts, most = triton.cdiv(headdim, tile["BLOCK_P"]), min(_HEADS, tile["COLUMNS"] // tile["BLOCK_T"])
+        groups, programs = heads // repeat, _PROGRAMS // max(1, tokens) * multiprocessors(xBC.device)
+        together = at_once(most, repeat, count * parts * groups, programs)
+        given = xBC, dt, A, D, dt_bias, xBC if z is None else z, out, states, *ring, *rows, *dt.stride()[:2]
+        strides = *((0, 0) if z is None else z.stride()[:2]), *(tensor.stride(0) for tensor in (states, *ring))
+        tile |= {"REPEAT": repeat, "OF_D": headdim if D.numel() > heads else 1, "GATE": z is not None}
+        # Not in Triton's interpreter, whose products of bfloat16 are wrong.
+        cores = _CORES and xBC.is_cuda and xBC.dtype == torch.bfloat16 and states.dtype in (xBC.dtype, torch.float32)
+        grid = parts, groups * triton.cdiv(repeat, together), count
+        _update_kernel[grid](*given, *strides, heads, together, ENTRIES=inputs.shape[1], CORES=cores, **tile)
     return out
 
 
@@ -239,15 +225,14 @@ def _entries(
 
 
 def tile_of(headdim: int, d_state: int, itemsize: int, entries: int, tokens: int) -> dict[str, Any]:
-    """What a program reads of a matrix (headdim, d_state) and of entries, in so many warps: the same for any number of matrices.
-
-    Most of its work is the same in all warps, so there are few, but enough to hold all in registers.
-    """
-    width, together = triton.next_power_of_2(d_state), max(16, triton.next_power_of_2(entries))
-    rows = min(triton.next_power_of_2(headdim), max(1, _BYTES // (width * itemsize)))
-    part, precision = _FLUSH[itemsize]
-    tile = {"BLOCK_P": rows, "BLOCK_N": width, "BLOCK_E": together, "PART": min(part, rows), "PRECISION": precision}
-    return tile | {"num_warps": _WARPS * (2 if tokens > 1 or together > 32 else 1), "maxnreg": _REGISTERS}
+    """What a program reads of a matrix (headdim, d_state) and of entries, in so many warps: the same for any number of matrices."""
+    width, together = (max(16, triton.next_power_of_2(size)) for size in (d_state, entries))
+    rows, columns = triton.next_power_of_2(headdim), triton.next_power_of_2(max(1, tokens))
+    rows = min(rows, max(16, _BYTES // (width * itemsize)))
+    tile = {"P": headdim, "N": d_state, "TOKENS": tokens, "BLOCK_P": rows, "BLOCK_N": width, "BLOCK_E": together}
+    tile |= {"BLOCK_T": columns, "COLUMNS": max(_COLUMNS, 4 * columns), "PART": min(_FLUSH, rows), "AHEAD": _AHEAD}
+    tile |= {"PART_N": min(32, width), "STAGES": _STAGES, "maxnreg": _REGISTERS}
+    return tile | {"num_warps": _WARPS * (2 if tokens > 1 or together > 32 else 1)}
 
 
 @jit
@@ -332,7 +317,7 @@ def _convolve_tokens_kernel(
         x1 = x0
 
 
-@jit
+@jit(do_not_specialize=["together"])  # one program for any number: what rows get does not depend on it
 def _update_kernel(
     xBC_ptr: tl.tensor,  # (rows, TOKENS, heads x P + 2 x groups x N), contiguous
     dt_ptr: tl.tensor,  # (rows, TOKENS, heads), strided over rows and tokens
@@ -358,6 +343,7 @@ def _update_kernel(
     stride_inputs: tl.int64,
     stride_steps: tl.int64,
     heads: tl.tensor,
+    together: tl.tensor,
     P: tl.constexpr,
     N: tl.constexpr,
     REPEAT: tl.constexpr,
@@ -368,101 +354,142 @@ def _update_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PART: tl.constexpr,
-    PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PART_N: tl.constexpr,
+    STAGES: tl.constexpr,
     CORES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_P rows of one head's matrix, for the tokens of one row. No program overwrites what another reads."""
-    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """One program: BLOCK_P rows of ``together`` heads' matrices, or fewer, all of one group, for the tokens of one row.
+
+    A column is a token of a head: all of a head's, then the next head's. What heads share is computed once; the next heads' states
+    are on their way while one is used. No program overwrites what another reads.
+    """
+    part, row, chunks = tl.program_id(0), tl.program_id(2).to(tl.int64), tl.cdiv(REPEAT, together)
+    group, in_group = tl.program_id(1) // chunks, tl.program_id(1) % chunks * together
+    first_head, some_heads = group * REPEAT + in_group, tl.minimum(together, REPEAT - in_group)
     in_p, in_n, number = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_E)
+    column = tl.arange(0, COLUMNS)
+    of_token, of_head = column % BLOCK_T, column // BLOCK_T
+    c_mask = (of_head < some_heads) & (of_token < TOKENS)
     # Masks are constants where they can be; what is the same for all elements is added to pointers first.
     p_mask = in_p < P - part * BLOCK_P if P % BLOCK_P else tl.full([BLOCK_P], 1, tl.int1)
     n_mask = in_n < N if N % BLOCK_N else tl.full([BLOCK_N], 1, tl.int1)
-    channel = head * P + part * BLOCK_P
-    of_out = out_ptr + row * TOKENS * heads * P + channel + in_p
-    slot, kept = tl.load(slots_ptr + row), tl.load(kept_ptr + row)
+    channel, out_mask = first_head * P + part * BLOCK_P, p_mask[:, None] & c_mask[None, :]
+    in_out = (of_head * P)[None, :] + in_p[:, None]
+    of_out = out_ptr + row * TOKENS * heads * P + channel + (of_token * heads * P)[None, :] + in_out
+    slot, ring, kept = tl.load(slots_ptr + row), tl.load(rings_ptr + row), tl.load(kept_ptr + row)
     position, origin, end = tl.load(positions_ptr + row), tl.load(origins_ptr + row), tl.load(ends_ptr + row)
     if slot < 0:
-        for now in tl.static_range(TOKENS):
-            zeros = tl.zeros([BLOCK_P], dtype=out_ptr.dtype.element_ty)
-            tl.store(of_out + now * heads * P, zeros, mask=p_mask)
+        if TOKENS > 0:
+            tl.store(of_out, tl.zeros([BLOCK_P, COLUMNS], dtype=out_ptr.dtype.element_ty), mask=out_mask)
         return
-    ring, width = tl.load(rings_ptr + row), heads * P + heads // REPEAT * N
-    of_inputs, of_steps = inputs_ptr + ring * stride_inputs, steps_ptr + ring * stride_steps + head
-    to_B = heads * P + head // REPEAT * N
-    of_state, in_state = states_ptr + slot * stride_slot + channel * N, in_p[:, None] * N + in_n[None, :]
-    if end > origin:
+    width = heads * P + heads // REPEAT * N
+    of_inputs, of_steps = inputs_ptr + ring * stride_inputs, steps_ptr + ring * stride_steps + first_head
+    to_B, to_kept = heads * P + group * N, (kept - slot) * stride_slot
+    of_states = states_ptr + slot * stride_slot + channel * N
+    h_mask, of_weights = (of_head < some_heads)[None, :], of_steps + of_head[None, :]
+    if (end > origin) | (kept >= 0):
         at, after, count = entry_at(origin, number, ENTRIES), entry_at(origin, number + 1, ENTRIES), end - origin
-        step = tl.load(of_steps + 2 * at * heads, mask=number < count, other=0.0)
-        decay = tl.load(of_steps + (2 * at + 1) * heads, mask=number < count, other=0.0)
-        later = tl.load(of_steps + (2 * after + 1) * heads, mask=number + 1 < count, other=0.0)
-        weight, left = step * tl.exp(tl.cumsum(later, 0, reverse=True)), tl.exp(tl.sum(decay, 0))
-        of_entry, inside = of_inputs + at[:, None] * width, (number < count)[:, None]
-        B = tl.load(of_entry + to_B + in_n[None, :], mask=inside & n_mask[None, :], other=0.0).to(tl.float32)
-        for first in range(0, BLOCK_P, PART):  # few registers
-            some = first + tl.arange(0, PART)
+        inside = (number < count)[:, None]
+        weight = tl.load(of_weights + (2 * at * heads)[:, None], mask=inside & h_mask, other=0.0)
+        decay = tl.load(of_weights + ((2 * at + 1) * heads)[:, None], mask=inside & h_mask, other=0.0)
+        of_later, others = of_weights + ((2 * after + 1) * heads)[:, None], (number + 1 < count)[:, None] & h_mask
+        weight *= tl.exp(tl.cumsum(tl.load(of_later, mask=others, other=0.0), 0, reverse=True))
+        decay = tl.exp(tl.sum(decay, 0))
+        of_B = of_inputs + (at * width)[:, None] + to_B + in_n[None, :]
+        B = tl.load(of_B, mask=inside & n_mask[None, :], other=0.0)
+        for turn in tl.range(0, some_heads * (BLOCK_P // PART), num_stages=AHEAD):
+            head, some = turn // (BLOCK_P // PART), turn % (BLOCK_P // PART) * PART + tl.arange(0, PART)
             some_mask = some < P - part * BLOCK_P if P % BLOCK_P else tl.full([PART], 1, tl.int1)
-            at_some, mask = of_state + some[:, None] * N + in_n[None, :], some_mask[:, None] & n_mask[None, :]
-            x = tl.load(of_entry + channel + some[None, :], mask=inside & some_mask[None, :], other=0.0)
-            x = tl.trans(x.to(tl.float32) * weight[:, None])
-            state = tl.load(at_some, mask=mask, other=0.0).to(tl.float32) * left
-            state += tl.dot(x, B, input_precision=PRECISION)
-            tl.store(at_some, state.to(states_ptr.dtype.element_ty), mask=mask)
+            mask, of_some = (
+                some_mask[:, None] & n_mask[None, :],
+                of_states + (head * P + some)[:, None] * N + in_n[None, :],
+            )
+            state = tl.load(of_some, mask=mask, other=0.0).to(tl.float32)
+            of_x = of_inputs + (at * width)[None, :] + channel + head * P + some[:, None]
+            x = tl.load(of_x, mask=(number < count)[None, :] & some_mask[:, None], other=0.0).to(tl.float32)
+            x *= tl.sum(tl.where((column == head * BLOCK_T)[None, :], weight, 0.0), 1)[None, :]
+            left = tl.sum(tl.where(column == head * BLOCK_T, decay, 0.0), 0)
+            added = times(x, B if CORES else B.to(tl.float32))
+            state = tl.where(end > origin, state * left + added, state).to(states_ptr.dtype.element_ty)
+            tl.store(of_some, state, mask=mask & (end > origin))
+            tl.store(of_some + to_kept, state, mask=mask & (kept >= 0))
         tl.debug_barrier()  # it is read again, by other threads: rounded, and as a step without a flush has it
-    mask = p_mask[:, None] & n_mask[None, :]
-    state = tl.load(of_state + in_state, mask=mask, other=0.0)
-    if kept >= 0:
-        tl.store(states_ptr + kept * stride_slot + channel * N + in_state, state, mask=mask)
     if TOKENS > 0:
         # Entries since the end, then the tokens themselves; of those, ``token`` says which, and is negative for others.
-        token = number - (position - end)
+        token, of_new = number - (position - end), xBC_ptr + row * TOKENS * (width + heads // REPEAT * N)
+        new = (token >= 0) & (token < TOKENS)
         at, after = entry_at(end, number, ENTRIES), entry_at(end, number + 1, ENTRIES)
         of_entry = of_inputs + at * width
-        of_new = xBC_ptr + row * TOKENS * (width + heads // REPEAT * N)
-        of_each = tl.where(token < 0, of_entry, of_new + token * (width + heads // REPEAT * N))[:, None]
-        x = tl.load(of_each + channel + in_p[None, :], mask=(token < TOKENS)[:, None] & p_mask[None, :], other=0.0)
-        B = tl.load(of_each + to_B + in_n[None, :], mask=(token < TOKENS)[:, None] & n_mask[None, :], other=0.0)
-        step = tl.load(of_steps + 2 * at * heads, mask=token < 0, other=0.0)
-        decay = tl.load(of_steps + (2 * at + 1) * heads, mask=token < 0, other=0.0)  # under the weights of that time
-        later = tl.load(of_steps + (2 * after + 1) * heads, mask=token < -1, other=0.0)
-        A, bias = tl.load(A_ptr + head), tl.load(dt_bias_ptr + head).to(tl.float32)
-        of_D = D_ptr + (head if OF_D == 1 else channel + in_p[None, :])
-        D = tl.load(of_D) if OF_D == 1 else tl.load(of_D, mask=p_mask[None, :], other=0.0)
+        of_each = tl.where(token < 0, of_entry, of_new + token * (width + heads // REPEAT * N))
+        of_columns = of_new + of_token * (width + heads // REPEAT * N)
+        of_C = of_columns[None, :] + heads // REPEAT * N + to_B + in_n[:, None]
+        C = tl.load(of_C, mask=(of_token < TOKENS)[None, :] & n_mask[:, None], other=0.0)
+        of_B, of_real = of_each[:, None] + to_B + in_n[None, :], (token < TOKENS)[:, None]
+        B = tl.load(of_B, mask=of_real & n_mask[None, :], other=0.0)
+        of_step, of_decay = of_weights + (2 * at * heads)[:, None], of_weights + ((2 * at + 1) * heads)[:, None]
+        of_later, old = of_weights + ((2 * after + 1) * heads)[:, None], (token < 0)[:, None] & h_mask
+        step = tl.load(of_step, mask=old, other=0.0)
+        decay = tl.load(of_decay, mask=old, other=0.0)  # under the weights of that time
+        later = tl.load(of_later, mask=(token < -1)[:, None] & h_mask, other=0.0)
+        x_now = tl.load(of_columns[None, :] + channel + in_out, mask=out_mask, other=0.0)
+        A = tl.load(A_ptr + first_head + of_head, mask=of_head < some_heads, other=0.0)
+        bias = tl.load(dt_bias_ptr + first_head + of_head, mask=of_head < some_heads, other=0.0).to(tl.float32)
+        of_D = D_ptr + (first_head + of_head[None, :] if OF_D == 1 else channel + in_out)
+        D = tl.load(of_D, mask=c_mask[None, :] if OF_D == 1 else out_mask, other=0.0).to(tl.float32)
+        of_dt = dt_ptr + row * stride_dt_row + first_head + of_head
         for now in tl.static_range(TOKENS):
-            dt = tl.load(dt_ptr + row * stride_dt_row + now * stride_dt_token + head).to(tl.float32)
+            dt = tl.load(of_dt + now * stride_dt_token, mask=of_head < some_heads, other=0.0).to(tl.float32)
             dt = stable_softplus(dt + bias)
-            step, decay = tl.where(token == now, dt, step), tl.where(token == now, dt * A, decay)
-            later = tl.where(token + 1 == now, dt * A, later)
-        column = tl.arange(0, 16)
-        if CORES:  # all tokens at once; products of numbers of 16 bits are exact
-            of_C = of_new + column[None, :] * (width + heads // REPEAT * N) + heads // REPEAT * N + to_B + in_n[:, None]
-            C = tl.load(of_C, mask=(column < TOKENS)[None, :] & n_mask[:, None], other=0.0)
-            of_state_C, of_B_C = tl.dot(state, C), tl.dot(B, C)
-        for now in tl.static_range(TOKENS):
-            if CORES:
-                y = tl.sum(tl.where((column == now)[None, :], of_state_C, 0.0), 1)
-                scores = tl.sum(tl.where((column == now)[None, :], of_B_C, 0.0), 1)
-            else:
-                of_C = of_new + now * (width + heads // REPEAT * N) + heads // REPEAT * N + to_B + in_n
-                C = tl.load(of_C, mask=n_mask, other=0.0).to(tl.float32)
-                y = tl.sum(state.to(tl.float32) * C[None, :], 1)
-                scores = tl.sum(B.to(tl.float32) * C[None, :], 1)
-            y *= tl.exp(tl.sum(tl.where(token <= now, decay, 0.0), 0))
-            weight = scores * step
-            weight *= tl.exp(tl.cumsum(tl.where(token < now, later, 0.0), 0, reverse=True))
-            seen = x.to(tl.float32)
-            if TOKENS > 1:  # of later ones not even NaN
-                weight, seen = tl.where(token <= now, weight, 0.0), tl.where((token <= now)[:, None], seen, 0.0)
-            y += tl.sum(seen * (weight[:, None] + tl.where((token == now)[:, None], D.to(tl.float32), 0.0)), 0)
-            if GATE:
-                of_z = z_ptr + row * stride_z_row + now * stride_z_token + channel + in_p
-                z = tl.load(of_z, mask=p_mask, other=0.0).to(tl.float32)
-                y *= z / (1.0 + tl.exp(-z))
-            tl.store(of_out + now * heads * P, y.to(out_ptr.dtype.element_ty), mask=p_mask)
-        new = (token >= 0) & (token < TOKENS)
-        tl.store(of_entry[:, None] + channel + in_p[None, :], x, mask=new[:, None] & p_mask[None, :])
+            step = tl.where((token == now)[:, None], dt[None, :], step)
+            decay = tl.where((token == now)[:, None], (dt * A)[None, :], decay)
+            later = tl.where((token + 1 == now)[:, None], (dt * A)[None, :], later)
         if part == 0:
-            tl.store(of_steps + 2 * at * heads, step, mask=new)
-            tl.store(of_steps + (2 * at + 1) * heads, decay, mask=new)
-            if head % REPEAT == 0:
+            tl.store(of_step, step, mask=new[:, None] & h_mask & (of_token == 0)[None, :])
+            tl.store(of_decay, decay, mask=new[:, None] & h_mask & (of_token == 0)[None, :])
+            if in_group == 0:
                 tl.store(of_entry[:, None] + to_B + in_n[None, :], B, mask=new[:, None] & n_mask[None, :])
+        of_now = of_inputs + entry_at(position, of_token, ENTRIES)[None, :] * width + channel + in_out
+        tl.store(of_now, x_now, mask=out_mask)
+        left = tl.exp(tl.sum(tl.where(token[:, None] <= of_token[None, :], decay, 0.0), 0))
+        later = tl.where(token[:, None] < of_token[None, :], later, 0.0)
+        weights = step * tl.exp(tl.cumsum(later, 0, reverse=True))
+        weights *= times(B if CORES else B.to(tl.float32), C if CORES else C.to(tl.float32))
+        if TOKENS > 1:
+            weights = tl.where(token[:, None] <= of_token[None, :], weights, 0.0)
+        in_parts = tl.arange(0, BLOCK_N // PART_N)[:, None] * PART_N + tl.arange(0, PART_N)[None, :]
+        wide: tl.tuple = ()  # C of each token, for a state that meets it without tensor cores: each thread first adds its own products
+        if not CORES or states_ptr.dtype.element_ty == tl.float32:
+            for now in tl.static_range(TOKENS):
+                of_C = of_new + now * (width + heads // REPEAT * N) + heads // REPEAT * N + to_B + in_parts
+                wide += (tl.load(of_C, mask=in_parts < N, other=0.0).to(tl.float32)[None, :, :],)
+        y = D * x_now.to(tl.float32)
+        for head in tl.range(0, some_heads, num_stages=STAGES):
+            of_entries = of_each[None, :] + channel + head * P + in_p[:, None]
+            if not CORES or states_ptr.dtype.element_ty == tl.float32:
+                of_state = of_states + head * (P * N) + in_p[:, None, None] * N + in_parts[None, :, :]
+                mask = p_mask[:, None, None] & (in_parts < N)[None, :, :]
+                state = tl.load(of_state, mask=mask, other=0.0).to(tl.float32)
+                added = tl.zeros([BLOCK_P, COLUMNS], tl.float32)
+                for now in tl.static_range(TOKENS):
+                    met = tl.sum(tl.sum(state * wide[now], 1), 1)
+                    added = tl.where((of_token == now)[None, :], met[:, None], added)
+            else:
+                of_state = of_states + head * (P * N) + in_p[:, None] * N + in_n[None, :]
+                added = tl.dot(tl.load(of_state, mask=p_mask[:, None] & n_mask[None, :], other=0.0), C)
+            added *= left[None, :]
+            x = tl.load(of_entries, mask=(token < TOKENS)[None, :] & p_mask[:, None], other=0.0)
+            for now in tl.static_range(TOKENS):
+                seen = x if CORES else x.to(tl.float32)
+                if TOKENS > 1:  # of later ones not even NaN
+                    seen = tl.where((token <= now)[None, :], seen, 0.0).to(seen.dtype)
+                mine = ((of_head == head) & (of_token == now))[None, :]
+                y += tl.where(mine, added + times(seen, weights), 0.0)
+        if GATE:
+            of_z = z_ptr + row * stride_z_row + (of_token * stride_z_token)[None, :] + channel + in_out
+            z = tl.load(of_z, mask=out_mask, other=0.0).to(tl.float32)
+            y *= z / (1.0 + tl.exp(-z))
+        tl.store(of_out, y.to(out_ptr.dtype.element_ty), mask=out_mask)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
-from megatron_hybrid_prefix.ops.triton_or_torch import jit, tl
+from megatron_hybrid_prefix.ops.triton_or_torch import jit, tl, triton
 
 
 class RingRows(NamedTuple):
@@ -141,8 +141,36 @@ def sums_after(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return sums[:, 0], torch.cat([sums[:, 1:], torch.zeros_like(sums[:, :1])], 1)
 
 
+def at_once(most: int, parts: int, groups: int, programs: int) -> int:
+    """How many of a group's parts a program takes: ``most``, or as many fewer as give so many programs."""
+    count = min(most, parts)
+    while count > 1 and groups * triton.cdiv(parts, count) < programs:
+        count = triton.cdiv(count, 2)
+    return count
+
+
 @jit
 def entry_at(position: tl.tensor, number: tl.tensor, entries: tl.tensor) -> tl.tensor:
     """Where in a ring of so many entries that of ``position + number`` is; ``number`` from 0 to ``entries``."""
     at = position % entries + number
     return tl.where(at < entries, at, at - entries)
+
+
+@jit
+def times(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """Their product with the accuracy of float32. What has 16 bits is multiplied as it is, float32 by it in three parts."""
+    if a.dtype == b.dtype and a.dtype != tl.float32:
+        product = tl.dot(a, b)
+    elif a.dtype == tl.bfloat16 or b.dtype == tl.bfloat16:
+        wide = a if a.dtype == tl.float32 else b
+        high = wide.to(tl.bfloat16)
+        rest = wide - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        if a.dtype == tl.float32:
+            product = tl.dot(high, b) + tl.dot(middle, b) + tl.dot(low, b)
+        else:
+            product = tl.dot(a, high) + tl.dot(a, middle) + tl.dot(a, low)
+    else:
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return product

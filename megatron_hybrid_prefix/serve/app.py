@@ -263,6 +263,8 @@ class Api:
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         self._metrics.generated.labels(status).inc(usage["completion_tokens"])
         for choice in generation.choices:
+            if choice.parts is not None:
+                self._metrics.unparsed_calls.inc(choice.parts.unparsed)
             if choice.cached_tokens:
                 self._metrics.hit_depth.observe(choice.cached_tokens)
         request.state.facts = f" prompt={usage['prompt_tokens']} cached={cached} generated={usage['completion_tokens']}"
@@ -358,11 +360,9 @@ class Api:
     async def _tokenize(self, request: Request) -> Response:
         body = await self._read_small(request, TokenizeBody)
         if body.messages is not None:
-            messages = [message.as_dict() for message in body.messages]
-            chat = partial(
-                chat_tokens, begin_answer=body.add_generation_prompt, add_special_tokens=body.add_special_tokens
-            )
-            _, tokens, _ = await to_thread.run_sync(chat, messages, self._served)
+            messages, more = [message.as_dict() for message in body.messages], dict[str, Any](variables=body.variables)
+            more |= {"begin_answer": body.begins_answer, "add_special_tokens": body.add_special_tokens}
+            _, tokens, _ = await to_thread.run_sync(partial(chat_tokens, messages, self._served, **more))
         else:
             text = partial(text_tokens, add_special_tokens=body.add_special_tokens)
             tokens = await to_thread.run_sync(text, body.prompt, self._served)

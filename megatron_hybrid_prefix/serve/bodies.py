@@ -12,9 +12,9 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, Self, TypedDict
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from megatron_hybrid_prefix.sampling import GREEDY_TEMPERATURE
@@ -31,7 +31,7 @@ _named: set[str] = set()
 # What would change the answer, and the values that do not; null never does.
 _UNSUPPORTED = """
     suffix echo allowed_token_ids bad_words logits_processors custom_logit_processor no_repeat_ngram_size use_beam_search
-    structured_outputs structural_tag guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf grammar
+    structural_tag guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf grammar
     stop_regex no_stop_trim include_stop_str_in_output prompt_embeds input_ids truncate truncate_prompt_tokens lora_path functions
     tools chat_template chat_template_kwargs documents continue_final_message prefix audio images prediction web_search_options
     return_hidden_states flat_logprobs watermark return_token_strs mm_processor_kwargs session_params adapter_id extra_key
@@ -39,7 +39,6 @@ _UNSUPPORTED = """
 """
 _NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
 UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(_UNSUPPORTED.split(), _NOTHING) | {
-    "response_format": (*_NOTHING, {"type": "text"}),
     "num_beams": (*_NOTHING, 1),
     "typical_p": (*_NOTHING, 1),
     "modalities": (*_NOTHING, ["text"]),
@@ -50,13 +49,19 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(_UNSUPPORTED.split(), _N
     "thinking_token_budget": (-1,),
 }
 
+# What a chat template gets from the server, not from ``chat_template_kwargs``.
+_RESERVED = "messages conversations chat_template tools documents return_assistant_tokens_mask " + (
+    "add_generation_prompt continue_final_message"
+)
 Stop = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
 MostTokens = Annotated[int, Field(ge=0, le=2**31)]
 TopCount = Annotated[int, Field(ge=0, le=20)]
 Integers = Annotated[list[int], Field(fail_fast=True)]
 Prompts = Annotated[list[str | Integers], Field(fail_fast=True, min_length=1, max_length=MOST_SEQUENCES)]
-Breakpoints = Annotated[Integers, Field(max_length=MOST_BREAKPOINTS), AfterValidator(lambda value: sorted(set(value)))]
+Breakpoints = Annotated[
+    Integers, Field(max_length=MOST_BREAKPOINTS), WrapValidator(lambda value, check: sorted(set(check(value))))
+]
 TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,18})$")]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -155,12 +160,33 @@ class Message(Fields):
         return message
 
 
+# What is checked of a tool, and of the schema of its arguments. Templates get what was sent, with its order and further keys.
+class _Schema(TypedDict, total=False):
+    type: Literal["object"]
+    properties: dict[str, dict[str, Any] | bool]
+    required: list[str]
+
+
+class _Function(TypedDict):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,256}$")]
+    parameters: NotRequired[_Schema | None]
+    strict: NotRequired[bool | None]
+
+
+class _Tool(TypedDict):
+    type: Literal["function"]
+    function: _Function
+
+
+Tool = Annotated[_Tool, WrapValidator(lambda value, check: check(value) and value)]
+
+
 def _arguments(call: Any) -> Any:
     """A tool call with its arguments as an object, which is what chat templates expect."""
     match call:
         case {"function": {"arguments": str(text)} as function}:
             try:
-                return call | {"function": function | {"arguments": json.loads(text)}}
+                return call | {"function": function | {"arguments": json.loads(text or "{}")}}
             except (ValueError, RecursionError):
                 return call
     return call
@@ -189,6 +215,8 @@ class Body(Fields, ABC):
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     min_tokens: MostTokens = 0
     ignore_eos: bool = False
+    response_format: dict[str, Any] = {"type": "text"}
+    structured_outputs: dict[str, Any] | None = None  # as vLLM's: `SamplingOptions` have it
     prompt_logprobs: TopCount | None = None
     return_token_ids: bool = False
     return_routed_experts: bool | None = None  # None: if the server records them
@@ -218,6 +246,16 @@ class Body(Fields, ABC):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def grammar(self) -> dict[str, Any] | None:
+        """What the answer must match, in the form of `SamplingOptions`."""
+        match self.response_format:
+            case {"type": "json_object"}:
+                return {"json_object": True}
+            case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+                return {"json": schema}
+        return self.structured_outputs
+
+    @property
     def echoes(self) -> bool:
         """Whether the answer begins with the prompt."""
         return False
@@ -238,6 +276,10 @@ class Body(Fields, ABC):
             raise bad("'stream_options' is only allowed when 'stream' is true.", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise bad("'prompt_logprobs' is not available when 'stream' is true.", "prompt_logprobs")
+        has_both = self.structured_outputs is not None
+        if self.response_format != {"type": "text"} and (has_both or self.grammar is None):
+            kinds = "'text', 'json_object' or 'json_schema' with a schema, and without 'structured_outputs'"
+            raise bad(f"'response_format' must be {kinds}.", "response_format")
         if self.best_of not in (None, self.n):
             raise bad("'best_of' is not supported unless it equals 'n'.", "best_of", "unsupported_parameter")
         if self.most_tokens == 0 and not self.echoes and self.prompt_logprobs is None:
@@ -276,37 +318,78 @@ class CompletionBody(Body):
         return self
 
 
-class ChatBody(Body):
+class ChatFields(Fields):
+    """What makes the prompt of a chat."""
+
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None  # None: to a text, but not to what a chat template made
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: str | None = None  # a variable for the chat template
+    continue_final_message: bool = False
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = []
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables for the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        own = {"tools": self.tools, "continue_final_message": self.continue_final_message}
+        return effort | self.chat_template_kwargs | {name: value for name, value in own.items() if value}
+
+    @property
+    def begins_answer(self) -> bool:
+        """Whether the prompt ends with the start of the answer's turn."""
+        return self.add_generation_prompt and not self.continue_final_message
+
+    @model_validator(mode="after")
+    def _check_template(self) -> Self:
+        if reserved := sorted(self.chat_template_kwargs.keys() & _RESERVED.split()):
+            raise bad(f"'chat_template_kwargs' must not set {', '.join(reserved)}.", "chat_template_kwargs")
+        begins = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
+        if self.continue_final_message and (begins or not self.messages or self.messages[-1].role != "assistant"):
+            problem = "needs a last message of the assistant, and no 'add_generation_prompt'"
+            raise bad(f"'continue_final_message' {problem}.", "continue_final_message")
+        return self
+
+
+class ChatBody(ChatFields, Body):
     """Body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     logprobs: bool = False
     top_logprobs: TopCount | None = None
-    chat_template_kwargs: dict[str, Any] = {}
-    add_generation_prompt: bool = True
-    reasoning_effort: str | None = None  # a variable for the chat template
-    tools: Any = None
-    tool_choice: Any = None
+    tool_choice: Literal["none", "auto", "required"] | _Tool = "auto"
+    parallel_tool_calls: bool = True
 
     @property
     def top_tokens(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def variables(self) -> dict[str, Any]:
-        """Variables for the chat template."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return effort | self.chat_template_kwargs
+    def called_tools(self) -> list[Any]:
+        """Tools that answers may call. The others are rendered, too, so that the cached prefix is the same."""
+        if isinstance(self.tool_choice, str):
+            return [] if self.tool_choice == "none" else [*self.tools]
+        name = self.tool_choice["function"]["name"]
+        return [tool for tool in self.tools if tool["function"]["name"] == name]
+
+    @property
+    def forced(self) -> dict[str, bool]:
+        """How a grammar makes answers call tools, as of `answer_grammar`; empty: none does."""
+        how = {
+            "must_call": self.tool_choice not in ("none", "auto"),
+            "at_most_one": not self.parallel_tool_calls or not isinstance(self.tool_choice, str),
+        }
+        is_strict = any(tool["function"].get("strict") for tool in self.called_tools)
+        is_needed = any(how.values()) or is_strict or self.grammar is not None
+        return how if is_needed and self.called_tools else {}
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise bad("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise bad("'tool_choice' is not supported by this server.", "tool_choice", "unsupported_parameter")
-        if self.tools and self.tool_choice != "none":
-            message = "'tools' is not supported by this server unless 'tool_choice' is 'none'."
-            raise bad(message, "tools", "unsupported_parameter")
+        if self.tool_choice not in ("none", "auto") and (not self.called_tools or self.grammar is not None):
+            raise bad("'tool_choice' must be of the 'tools', and does not go with a structured answer.", "tool_choice")
         if sum(len(message.marks) for message in self.messages) > MOST_BREAKPOINTS:
             raise bad(f"A request may have at most {MOST_BREAKPOINTS} 'cache_control'.", "messages")
         for number in self.cache_breakpoints or ():
@@ -331,14 +414,11 @@ class GenerateBody(Body):
         return self.logprobs
 
 
-class TokenizeBody(Fields):
+class TokenizeBody(ChatFields):
     """Body of ``/tokenize``: a text or a chat."""
 
     model: str | None = None
     prompt: str = ""
-    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
 
 
 class DetokenizeBody(Fields):
@@ -392,7 +472,8 @@ def _api_error(problems: list[ErrorDetails]) -> ApiError:
     field = problems[0]["loc"][:1]
     found = [problem for problem in problems if problem["loc"][:1] == field]
     problem = max(found, key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])))
-    place = problem["loc"] if field in (("messages",), ("stream_options",)) else field
+    parts: dict[Any, int | None] = {("messages",): None, ("stream_options",): None, ("tools",): 4}
+    place = problem["loc"][: parts.get(field, 1)]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
     if problem["type"] == "missing":
         return bad(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")

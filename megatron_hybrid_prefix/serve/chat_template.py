@@ -9,28 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, read_text
 from megatron_hybrid_prefix.text.hf_tokens import read_object, token_texts
 from megatron_hybrid_prefix.text.tokenizer import common_tokens
 
+if TYPE_CHECKING:
+    from megatron_hybrid_prefix.text.answers import AnswerForm
+
 # Most message ends to find in a prompt unless it names them: those of the first message and of the last ones.
 _MOST_ENDS = 32
 PLAIN_STOP = "\nUser:"
-# What a template gets from the server. A request cannot set these variables.
-_RESERVED = frozenset(
-    [
-        "messages",
-        "conversations",
-        "chat_template",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "continue_final_message",
-        "return_assistant_tokens_mask",
-    ]
-)
 # What a template may raise in the sandbox, beside jinja2's errors.
 _TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 # Tokens that a template may use by name.
@@ -46,13 +36,29 @@ class ChatForm:
             inserted as they were generated, so that the next turn finds them in the cache.
         special: Special tokens that a template may use by name, such as ``bos_token``.
         plain: False: a model without a template has no chats, as there is no conversation that it was trained on.
+        response: The folder's response template; None: that of a known family, if the template is of one.
+
+    Attributes:
+        answers: How answers are parsed; None: they are text.
     """
 
     def __init__(
-        self, template: str | None = None, special: dict[str, str] | None = None, *, plain: bool = True
+        self,
+        template: str | None = None,
+        special: dict[str, str] | None = None,
+        *,
+        plain: bool = True,
+        response: Any = None,
     ) -> None:
         self._template, self._special, self._plain = template, special or {}, plain
+        self.answers: AnswerForm | None = None
         if template is not None:
+            from megatron_hybrid_prefix.text.answers import AnswerForm, known_template
+
+            if response is None:
+                response = known_template(template)
+            with as_input_errors(ValueError):
+                self.answers = None if response is None else AnswerForm(response)
             from jinja2 import TemplateError, TemplateSyntaxError
 
             try:
@@ -68,6 +74,11 @@ class ChatForm:
         return self._template
 
     @property
+    def calls_tools(self) -> bool:
+        """Whether prompts can have tools, and answers calls of them."""
+        return self.answers is not None and self.answers.call is not None and "tools" in (self._template or "")
+
+    @property
     def stop(self) -> list[str]:
         """Stop strings of every answer: in the plain format, the start of another turn."""
         return [] if self._template is not None else [PLAIN_STOP]
@@ -78,20 +89,20 @@ class ChatForm:
         Args:
             messages: The conversation.
             begin_answer: Whether the prompt ends with the start of the assistant's turn.
-            variables: More variables for the template.
+            variables: More variables for the template, of which ``tools`` and ``continue_final_message`` (the prompt ends
+                inside the last message) are transformers'.
 
         Raises:
-            ValueError: The template refuses them, a variable is reserved, or there is no template.
+            ValueError: The template refuses them, or there is no template.
         """
         variables = variables or {}
-        if reserved := sorted(_RESERVED & variables.keys()):
-            raise ValueError(f"'chat_template_kwargs' must not set {', '.join(reserved)}")
         if self._template is None and not self._plain:
             raise ValueError(
                 "the model has no chat template: use /v1/completions, or start the server with --chat-template"
             )
         if self._template is None:
-            return _plain(messages) + ("Assistant:" if begin_answer else "")
+            text = _plain(messages)
+            return text[:-1] if variables.get("continue_final_message") else text + "Assistant:" * begin_answer
         from jinja2 import TemplateError
 
         try:
@@ -140,10 +151,12 @@ class ChatForm:
                 wanted = [0, *wanted[1 - _MOST_ENDS :]]
         lasts = [*((number, messages[number]) for number in wanted), *more]
 
-        def rendered(part: Messages, *, begin: bool = False) -> str | None:
+        earlier = {name: value for name, value in (variables or {}).items() if name != "continue_final_message"}
+
+        def rendered(part: Messages, *, whole: bool = False) -> str | None:
             check()
             try:
-                return self.render(part, begin_answer=begin, variables=variables)
+                return self.render(part, begin_answer=whole and begin_answer, variables=variables if whole else earlier)
             except ValueError:
                 return None  # a template may refuse a conversation that ends here
 
@@ -151,7 +164,7 @@ class ChatForm:
         short: str | None = text
         first: str | None = None
         if head < tail:  # else each conversation is rendered whole
-            short = rendered([*messages[:head], *messages[tail:]], begin=begin_answer)
+            short = rendered([*messages[:head], *messages[tail:]], whole=True)
             first = rendered([*messages[:head], messages[tail]])
         if short is None or first is None or not text.endswith(short[common_tokens(text, short) :]):
             head, tail, short, first = 0, 0, text, ""  # what comes before a message changes it
@@ -212,8 +225,8 @@ def load_chat_form(template: Path | None, tokenizer: Path | None, *, plain: bool
     if template is None and tokenizer is not None and (tokenizer / "chat_template.jinja").is_file():
         template = tokenizer / "chat_template.jinja"
     if template is not None:
-        return ChatForm(read_text(template), special)
+        return ChatForm(read_text(template), special, response=config.get("response_template"))
     source = config.get("chat_template")
     if isinstance(source, list):  # several, by name
         source = next((item["template"] for item in source if item.get("name") == "default"), None)
-    return ChatForm(source, special, plain=plain)
+    return ChatForm(source, special, plain=plain, response=config.get("response_template"))

@@ -89,6 +89,7 @@ class TextStream:
         min_tokens: Stop strings are looked for in the text after this many tokens.
         all_notes: Every token has a note, also without a log-prob, or if its text belongs to a stop string.
         before: The prompt's tokens, on which the text of the first ones depends.
+        kept: Special tokens whose texts are in it are text, too.
     """
 
     def __init__(
@@ -99,10 +100,11 @@ class TextStream:
         min_tokens: int = 0,
         all_notes: bool = False,
         before: Sequence[int] = (),
+        kept: str = "",
     ) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
+        self._tokenizer, self._stop, self._kept = tokenizer, stop, kept
         self._to_come, self._all_notes = min_tokens, all_notes
-        self._decoder = tokenizer.decoder(before)
+        self._decoder = tokenizer.decoder(before, kept)
         self._held = ""  # decoded, but may be the start of a stop string
         self._shown: list[bool] = []  # which of these characters are the answer's, not a special token's
         self._length = 0  # characters decoded in all
@@ -129,7 +131,8 @@ class TextStream:
             note = note_of(self._tokenizer, token, log_prob, top, before=before)
             self._notes.append(replace(note, offset=self._length if silent else self._decoder.position))
         name = self._tokenizer.special.get(token, "")
-        return "" if silent else self._take(text, name if any(name in word for word in self._stop) else "")
+        is_hidden = name not in self._kept and any(name in word for word in self._stop)
+        return "" if silent else self._take(text, name if is_hidden else "")
 
     def finish(self) -> str:
         """Ends the answer. Returns the rest of its text."""

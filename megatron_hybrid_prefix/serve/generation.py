@@ -42,13 +42,15 @@ class Choice:
         most_tokens: int,
         request: GenerationRequest,
         tokenizer: Tokenizer,
+        parts: Any = None,
     ) -> None:
         self.index, self.prompt, self.task = index, prompt, task
+        self.parts = parts  # `AnswerParts`; None: the answer is text
         self._is_ids = isinstance(request.body, GenerateBody)
         all_notes = self._is_ids or request.body.return_token_ids
-        self.text = TextStream(
-            tokenizer, task.stop, min_tokens=request.body.min_tokens, all_notes=all_notes, before=prompt.tokens
-        )
+        kept = "" if parts is None else parts.marks
+        options: dict[str, Any] = {"all_notes": all_notes, "before": prompt.tokens, "kept": kept}
+        self.text = TextStream(tokenizer, task.stop, min_tokens=request.body.min_tokens, **options)
         self._most_tokens, self._stop_tokens, self._tokenizer = most_tokens, request.stop_tokens, tokenizer
         self._ends = request.stop_tokens | {task.sampling["termination_id"]}
         self._request = request
@@ -98,6 +100,26 @@ class Choice:
             routes = update.routes[: len(self.prompt.tokens) + self.tokens - 1]
             self.routes = _npy(routes[self._request.body.routed_experts_prompt_start :])
         return text, self.text.notes(last=self.finish_reason is not None or self._is_ids)
+
+    def deltas(self, text: str) -> list[dict[str, Any]]:
+        """What the text adds to the message of a chat. Sets ``finish_reason`` if the answer ends with calls of tools."""
+        if self.parts is None:
+            return [{"content": text}] if text else []
+        deltas: list[dict[str, Any]] = self.parts.feed(text, last=self.finish_reason is not None)
+        if self.finish_reason == "stop" and self.parts.calls:
+            self.finish_reason = "tool_calls"
+        return deltas
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The message of a chat whose answer is this text."""
+        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+        for delta in self.deltas(text):
+            for name, part in delta.items():
+                message[name] = message.get(name, type(part)()) + part
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [{name: call[name] for name in call if name != "index"} for call in calls]
+            message["content"] = message["content"] or None
+        return message
 
     def _take_prompt(self, update: Update) -> None:
         body, tokens, log_probs = self._request.body, self.prompt.tokens, update.prompt_log_probs
@@ -164,7 +186,10 @@ class Generation:
             deliver=lambda update: self._updates.put_nowait((choice, update)),
             stop=self.request.stop,
         )
-        choice = Choice(len(self.choices), prompt, task, most_tokens, self.request, served.tokenizer)
+        body, answers, parts = self.request.body, served.chat.answers, None
+        if isinstance(body, ChatBody) and answers is not None:
+            parts = answers.parts(prompt.text, body.called_tools)
+        choice = Choice(len(self.choices), prompt, task, most_tokens, self.request, served.tokenizer, parts)
         self.choices.append(choice)
 
     def __enter__(self) -> Generation:
@@ -230,7 +255,7 @@ class Generation:
         choices = []
         for choice in self.choices:
             text = texts[choice.index]
-            said = {"role": "assistant", "content": text, "refusal": None} if self._is_chat else text
+            said = choice.message(text) if self._is_chat else text
             entry = self._entry(choice, said, notes[choice.index], choice.finish_reason, is_first=True)
             if self._is_completion and self.request.body.prompt_logprobs is not None:
                 entry["prompt_logprobs"] = choice.prompt_logprobs
@@ -250,12 +275,13 @@ class Generation:
         async for choice, text, notes in self.pieces():
             is_first = choice not in begun
             begun.add(choice)
+            deltas = choice.deltas(text) if self._is_chat else []
             last = choice.finish_reason
             if self._is_chat:
                 if is_first:
                     yield self._chunk(choice, {"role": "assistant", "content": "", "refusal": None}, [], is_first=True)
-                if text or notes:
-                    yield self._chunk(choice, {"content": text}, notes)
+                for number, delta in enumerate(deltas or [{"content": ""}] * bool(notes)):
+                    yield self._chunk(choice, delta, [] if number else notes)
                 if last is not None:
                     yield self._chunk(choice, {}, [], last)
             else:

@@ -89,6 +89,8 @@ class ServerMetrics:
         self.generated = self._made(
             Counter, "generated_tokens", "Tokens generated, by the end of their request", ["status"]
         )
+        text = "Calls of tools that did not parse, or were cut off: they came back as text"
+        self.unparsed_calls = self._made(Counter, "unparsed_tool_calls", text)
         text = "Seconds from a request's arrival to the end of its response (status 200 only)"
         self.end_to_end = self._made(Histogram, "end_to_end_seconds", text, buckets=_END_TO_END_S)
         text = "Seconds from one token of an answer to the next"

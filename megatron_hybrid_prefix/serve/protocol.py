@@ -21,6 +21,7 @@ from megatron_hybrid_prefix.serve.bodies import (
 )
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.errors import bad, model_not_found, short
+from megatron_hybrid_prefix.text.grammar import AnswerGrammar, check_compiles
 from megatron_hybrid_prefix.text.tokenizer import Tokenizer, TokensBefore, begun, other_ends
 
 # Per token of a text that is tokenized at once. Ordinary text has 3 to 5, but a token may have any number, so a longer text
@@ -37,7 +38,7 @@ KINDS: dict[str, type[CompletionBody | ChatBody | GenerateBody]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt: its tokens, its text (empty unless ``echo`` needs it), and its cache breakpoints."""
+    """One prompt: its tokens, its text (if ``echo`` needs it; of a chat, what has begun of the answer), and its cache breakpoints."""
 
     tokens: list[int]
     text: str
@@ -165,6 +166,10 @@ def read_request(
     else:
         param = "token_ids"
         read = [partial(_prompt, param, body.token_ids, body, served)]
+    if isinstance(body, ChatBody) and body.called_tools and not served.chat.calls_tools:
+        raise bad(
+            "'tools' need a chat template with calls that this server knows, or 'tool_choice': \"none\".", "tools"
+        )
     if len(read) * body.n > MOST_SEQUENCES:
         raise bad(f"{len(read)} prompts with n={body.n}: a request may have at most {MOST_SEQUENCES} answers.", "n")
     if (body.echoes_log_probs or body.prompt_logprobs is not None) and not served.gives_prompt_log_probs:
@@ -181,18 +186,17 @@ def read_request(
             "return_routed_experts",
         )
     stop_tokens = frozenset([*body.stop_token_ids, *(() if body.ignore_eos else other_ends(served.tokenizer))])
-    sampling = _sampling(body, served, tenant, stop_tokens)
     take_places(len(read) * body.n)
-    prompts, most_tokens = [], []
+    prompts = []
     for make in read:
         check()
-        prompt = make()
+        prompts.append(prompt := make())
         if body.routed_experts_prompt_start > len(prompt.tokens):
             name = "routed_experts_prompt_start"
             raise bad(f"'{name}' is above the prompt's {len(prompt.tokens)} tokens.", name)
-        prompts.append(prompt)
-        least = int(not sampling["return_log_probs"])  # without, the engine has nothing to do for 0 tokens
-        most_tokens.append(_most_tokens(body.most_tokens, prompt, param, served, least))
+    sampling = _sampling(body, served, tenant, stop_tokens, prompts[0])  # may compile a grammar
+    least = int(not sampling["return_log_probs"])  # without, the engine has nothing to do for 0 tokens
+    most_tokens = [_most_tokens(body.most_tokens, prompt, param, served, least) for prompt in prompts]
     return GenerationRequest(
         body=body,
         prompts=prompts,
@@ -205,23 +209,38 @@ def read_request(
     )
 
 
-def _sampling(body: Body, served: ServedModel, tenant: str | None, stop_tokens: frozenset[int]) -> dict[str, Any]:
+def _wanted(body: Body, served: ServedModel, prompt: Prompt) -> Any:
+    """What the answer must match, with thoughts and calls of tools."""
+    if not isinstance(body, ChatBody) or served.chat.answers is None:
+        return body.grammar
+    tools, special = body.called_tools if body.forced else [], served.tokenizer.special.values()
+    return served.chat.answers.grammar(prompt.text, body.grammar, tools, special, **body.forced)
+
+
+def _sampling(
+    body: Body, served: ServedModel, tenant: str | None, stop_tokens: frozenset[int], prompt: Prompt
+) -> dict[str, Any]:
     end = -1 if served.tokenizer.eod is None or body.ignore_eos else served.tokenizer.eod
     asked = {field.name: getattr(body, field.name) for field in dataclasses.fields(SamplingOptions)}
-    options = SamplingOptions(
-        **asked
-        | {
-            "temperature": 0.0 if body.is_greedy else body.temperature,
-            "logit_bias": tuple((int(token), bias) for token, bias in body.logit_bias.items()),
-        }
-        | {"top_k": max(0, body.top_k), "top_p": body.top_p or 1.0}
-        | {"min_tokens": body.min_tokens if stop_tokens or end >= 0 else 0}  # else nothing ends an answer early
-    )
     try:
+        options = SamplingOptions(
+            **asked
+            | {
+                "temperature": 0.0 if body.is_greedy else body.temperature,
+                "logit_bias": tuple((int(token), bias) for token, bias in body.logit_bias.items()),
+            }
+            | {"structured_outputs": body.grammar}
+            | {"top_k": max(0, body.top_k), "top_p": body.top_p or 1.0}
+            | {"min_tokens": body.min_tokens if stop_tokens or end >= 0 else 0}  # else nothing ends an answer early
+        )
+        options = dataclasses.replace(options, structured_outputs=_wanted(body, served, prompt))
         if served.has_drafts:
             options.check_drafts("--num-speculative-tokens, with which this server was started")
         options.check_vocabulary(served.vocab_size)
         check_tokens("stop_token_ids", body.stop_token_ids, served.vocab_size)
+        if options.structured_outputs is not None:
+            check_compiles(options.structured_outputs)
+            AnswerGrammar(options.structured_outputs, served.tokenizer, served.vocab_size, {end, *stop_tokens})
     except FieldError as error:
         raise bad(f"{error}.", error.field) from None
     fields: dict[str, Any] = options.as_fields() | {
@@ -314,27 +333,28 @@ def _chat_prompt(body: ChatBody, served: ServedModel, check: Callable[[], None])
     text, tokens, before = chat_tokens(
         messages,
         served,
-        begin_answer=body.add_generation_prompt,
+        begin_answer=body.begins_answer,
         add_special_tokens=body.add_special_tokens,
         variables=body.variables,
         locates=has_ends,
     )
     if not tokens:
         raise bad("'messages' must not be empty.", "messages")
+    begun = "" if served.chat.answers is None else served.chat.answers.begun(text)
     # A prompt that is too long is refused later, so skip the search for message ends.
     if not has_ends or len(tokens) > served.limit_tokens:
-        return Prompt(tokens=tokens, text=text, breakpoints=[])
+        return Prompt(tokens=tokens, text=begun, breakpoints=[])
     ends = served.chat.ends(
         text,
         messages,
         body.cache_breakpoints,
         more=marked,
-        begin_answer=body.add_generation_prompt,
+        begin_answer=body.begins_answer,
         variables=body.variables,
         check=check,
     )
     positions = sorted(set(map(before, ends)))
-    return Prompt(tokens=tokens, text=text, breakpoints=[end for end in positions if 0 < end < len(tokens)])
+    return Prompt(tokens=tokens, text=begun, breakpoints=[end for end in positions if 0 < end < len(tokens)])
 
 
 def text_tokens(text: str, served: ServedModel, *, add_special_tokens: bool | None = None) -> list[int]:

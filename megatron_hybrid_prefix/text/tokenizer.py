@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
 
     def token_bytes(self, token: int, before: int | None = None) -> bytes: ...
 
-    def decoder(self, before: Sequence[int] = ()) -> Decoder: ...
+    def decoder(self, before: Sequence[int] = (), kept: str = "") -> Decoder: ...
 
     def offsets(self, tokens: Sequence[int], text: str) -> list[int]: ...
 
@@ -109,8 +109,8 @@ class ByteTokenizer:
         """The bytes of a token, which may be a part of a character."""
         return bytes([token]) if 0 <= token < 256 else b""
 
-    def decoder(self, before: Sequence[int] = ()) -> Decoder:
-        """A new decoder, for the text after these tokens."""
+    def decoder(self, before: Sequence[int] = (), kept: str = "") -> Decoder:
+        """A new decoder, for the text after these tokens. ``kept`` changes nothing."""
         return Decoder(self.detokenize, lambda token: 0 <= token < 256, before)
 
     def offsets(self, tokens: Sequence[int], text: str) -> list[int]:
@@ -245,11 +245,11 @@ class HuggingFaceTokenizer:
         known = [value for value in values if value is not None]
         return bytes(known) if len(known) == len(values) else text.encode("utf-8")
 
-    def decoder(self, before: Sequence[int] = ()) -> Decoder:
-        """A new decoder, for the text after these tokens."""
+    def decoder(self, before: Sequence[int] = (), kept: str = "") -> Decoder:
+        """A new decoder, for the text after these tokens; special ones have text if ``kept`` has it."""
 
         def has_text(token: int) -> bool:
-            return token not in self.special and self._tokenizer.id_to_token(token) is not None
+            return self.special.get(token, "") in kept and self._tokenizer.id_to_token(token) is not None
 
         return Decoder(self.detokenize, has_text, before)
 

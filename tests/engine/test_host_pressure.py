@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.requests.loads import Loads
 from tests.gpu.host_pressure import FIT, conversations, serve, sizes
 from tests.harness.engine_helpers import cache_gb_for
 from tests.harness.lifecycle_helpers import EngineHarness, tokens
@@ -60,3 +61,18 @@ def test_a_prompt_that_fits_only_without_its_load_is_not_given_it_for_a_first_ch
     served.check()
     after = served.context.prefix_stats()
     assert after.tiers["host"].loads == before.tiers["host"].loads and not after.reused_tokens_host
+
+
+def test_a_prompt_whose_load_finds_no_room_starts_later_without_it(tiny_large_states: Any, monkeypatch):
+    """All states may be pinned when it is admitted. Its chunk was as long as its load allowed, and without would not fit the step."""
+    memory = cache_gb_for(tiny_large_states, 30, states=2, block_tokens=64, max_requests=4)
+    chunks = {"enable_chunked_prefill": True, "max_tokens": 128}
+    served = EngineHarness(tiny_large_states, cache_gb=memory, host_gb=0.05, **chunks)
+    start = tokens(5, 3, seed=1)
+    served.send(start, *(tokens(6, 0, seed=seed) for seed in range(2, 10)), count=2)
+    begun, refused = Loads.begin, []
+    monkeypatch.setattr(Loads, "begin", lambda *args: refused.append(args))
+    served.send(start, count=2)
+    monkeypatch.setattr(Loads, "begin", begun)
+    assert len(refused) == 1 and not served.context.prefix_stats().reused_tokens_host
+    served.check()

@@ -21,6 +21,7 @@ from megatron_hybrid_prefix.ops.gated_norm import gated_rms_norm
 from megatron_hybrid_prefix.ops.invariant.linear_triton import linear
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
 from megatron_hybrid_prefix.ops.invariant.norm import rms_norm
+from megatron_hybrid_prefix.ops.rings import RingRows
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from tests.harness.named_models import named
@@ -28,7 +29,7 @@ from tests.harness.named_models import named
 COUNTS = (1, 2, 7, 16, 63, 64, 65, 127, 128, 129, 200, 256, 257, 1000, 4095, 4096)
 ON_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
-QUANTA, BLOCK_TOKENS = (64, 128), 256
+QUANTA, BLOCK_TOKENS, RING = (64, 128), 256, 16
 SEQUENCES = ((0, 1), (256, 63), (0, 128), (512, 300), (128, 700), (0, 1000))  # first position, tokens
 
 
@@ -174,26 +175,37 @@ def layer_cases(model):
         return wrong, sum(not same(in_spans(i), alone[i], i) for i in range(count))
 
     def check_decode(kind, module):
+        """The last of so many steps that each row has flushed once; in it some do."""
         width, rows = module.in_proj.weight.shape[0], 64
-        x, clean = rand(rows, width, seed=11), states_of(module, kind, rows + 1)
+        clean, phases = states_of(module, kind, rows + 1), torch.arange(rows, device=DEVICE) % RING
+        parts = kind.components(module, state_dtype=torch.float32, window_dtype=None)
+        like = kind.ring(parts, RING, 1, str(DTYPE).removeprefix("torch."))
+        empty = {part.name: rand(rows, *part.shape, seed=12, dtype=getattr(torch, part.dtype)) for part in like}
 
-        def run(chosen, padding=0):
-            own = {part: state.clone() for part, state in clean.items()}
-            slots = torch.tensor([*chosen, *[NO_SLOT] * padding], device=DEVICE)
-            inputs = torch.cat([x[list(chosen)], rand(padding, width, seed=13)])
-            if hasattr(module, "slot_decode"):
-                y = module.slot_decode(inputs, own, slots)
-            else:
-                decode = module.decode if ON_GPU else module._ssm_decode
-                y = decode(inputs.unsqueeze(1), *own.values(), slots)
-            return y.reshape(len(slots), -1)[: len(chosen)], own
+        def run(states, rings, step, chosen, padding=0):
+            states, rings = ({name: x.clone() for name, x in own.items()} for own in (states, rings))
+            at = torch.tensor([*chosen, *[0] * padding], device=DEVICE)
+            position = 4 * RING + phases[at] + step
+            end, origin = (torch.maximum(4 * RING + phases[at], p // RING * RING) for p in (position, position - 1))
+            slots = torch.where(torch.arange(len(at), device=DEVICE) < len(chosen), at, NO_SLOT)
+            own = RingRows(slots, at, *(x.int() for x in (position, origin, end)), torch.full_like(at, NO_SLOT))
+            inputs = torch.cat([rand(rows, width, seed=100 + step)[list(chosen)], rand(padding, width, seed=13)])
+            decode = module.slot_decode_rows if hasattr(module, "slot_decode_rows") else module.decode
+            y = decode(inputs.unsqueeze(1), states, rings, own)
+            return y.reshape(len(at), -1)[: len(chosen)], states, rings
 
-        whole, after = run(range(rows))
+        for step in range(RING):
+            _, clean, empty = run(clean, empty, step, range(rows))
+        whole, *after = run(clean, empty, RING, range(rows))
         wrong = 0
         for chosen, padding in (([5], 0), ([5], 3), (range(7), 1), (range(40, 64), 0), ([9, 3, 60], 61)):
-            y, own = run(list(chosen), padding)
-            states = all(torch.equal(own[part][list(chosen)], after[part][list(chosen)]) for part in own)
-            wrong += not (states and torch.equal(y, whole[list(chosen)]))
+            y, *kept = run(clean, empty, RING, list(chosen), padding)
+            alike = (
+                torch.equal(x[list(chosen)], b[name][list(chosen)])
+                for a, b in zip(kept, after, strict=True)
+                for name, x in a.items()
+            )
+            wrong += not (all(alike) and torch.equal(y, whole[list(chosen)]))
         return wrong
 
     cases = {}

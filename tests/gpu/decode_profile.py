@@ -3,7 +3,8 @@
     python -m tests.gpu.decode_profile [--preset hybrid-4b] [--rows 1,8,32,64,128,256] [--tokens 600] [--ways ours-layer,...]
 
 A way is an engine and what its CUDA graphs capture, such as ``off-layer``, ``ours-block``, ``ours-layer-async`` or
-``off-layer-fp32`` (states in float32; else as the parameters) or ``ours-block-bits`` (``exact="bits"``). "off" is megatron-core without caching, by its own classes.
+``off-layer-fp32`` (states in float32; else as the parameters), ``ours-block-bits`` (``exact="bits"``) or ``ours-block-drafts`` (3 of them, by attention, all
+of which are accepted: the head's weights are zero). "off" is megatron-core without caching, by its own classes.
 ``step``: milliseconds of a step, over ``--steps`` steps without a profiler. ``busy``: time in which a kernel ran, with one.
 ``floor``: (weights but the input embedding + states read and written + KV read) / bandwidth of a plain copy, measured here.
 ``--graphs 0``: none; ``--kernels 9`` lists so many kernels and gaps. ``--preset tiny --device cpu --rows 2 --tokens 40`` tries the script.
@@ -15,6 +16,7 @@ import random
 import re
 import time
 from collections import Counter
+from dataclasses import replace
 
 import torch
 
@@ -58,10 +60,15 @@ class Engine:
             if args.graphs
             else {"cuda_graph_impl": "none"}
         )
-        self.model = build_hybrid_model(named(args.preset), seed=0, **fields)
+        dimensions, drafts = named(args.preset), 3 * ("drafts" in more)
+        if drafts:
+            dimensions = replace(dimensions, mtp_num_layers=drafts, mtp_layer_pattern="*-", tie_embeddings=False)
+        self.model = build_hybrid_model(dimensions, seed=0, **fields)
+        if drafts:
+            self.model.output_layer.weight.data.zero_()
         self.state_dtype = torch.float32 if "fp32" in more else None
         # The first row decodes while the others are prefilled.
-        self.answer = args.steps + 32 + 2 * most_rows * args.tokens // PREFILL_TOKENS
+        self.answer = (1 + drafts) * (args.steps + 32 + 2 * most_rows * args.tokens // PREFILL_TOKENS)
         total = args.tokens + self.answer
         blocks = most_rows * (-(-total // BLOCK_TOKENS) + 1)
         fields = {
@@ -71,6 +78,7 @@ class Engine:
             "block_size_tokens": BLOCK_TOKENS,
             "num_cuda_graphs": args.graphs or None,
             "enable_chunked_prefill": True,
+            "num_speculative_tokens": drafts,
         }
         fields["async_sched_mode"] = AsyncScheduleMode.ASYNC if "async" in more else AsyncScheduleMode.LEGACY
         state = mamba_state_config(self.model)

@@ -54,13 +54,14 @@ def forbid_syncs(engine):
     context = engine.context
     parts = [
         (context.prefix_cache, ("match", "admit", "plan", "publish", "release", "can_admit")),
-        (context, ("prefix_request", "check_availability", "blocks_of_chunk", "prepare_prefill", "show_prefill")),
+        (context, ("prefix_request", "check_availability", "blocks_of_chunk", "prepare_step", "show_step")),
         (context, ("allow_one_token_prefills", "zero_live_states")),
         (context.prefill_step, ("prepare", "copy", "show")),
+        (context.states, ("flush",)),
     ]
     names_of = {
-        HybridPrefixMambaMixer: ("prefill",),
-        SlotLayer: ("slot_inputs", "slot_prefill", "slot_decode", "slot_outputs"),
+        HybridPrefixMambaMixer: ("prefill", "decode"),
+        SlotLayer: ("slot_inputs", "slot_prefill", "slot_decode_rows", "slot_outputs"),
     }
     parts += [
         (module, names)
@@ -133,7 +134,9 @@ def main(args):
                 if repeat == 1 and config is not None:
                     found[f"{name}, called"] = forbid_syncs(engine)
                 first = [repeat, *prefix[:-1]]  # four blocks of 256, which the others share
-                for number, (kind, own) in enumerate((("whole", 0), ("short tail", 3), ("long tail", 300))):
+                for number, (kind, own) in enumerate(
+                    {"whole": 0, "short tail": 3, "long tail": 300, "answer that fills a block": 253}.items()
+                ):
                     prompt = first + random_tokens(own, seed=2 + number)
                     found[f"{name}, {kind}"] = counted(engine, prompt, 10 * repeat + number)
             if config is not None:

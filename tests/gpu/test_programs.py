@@ -55,11 +55,13 @@ def test_cold_device_and_host_tier_agree(preset, mode):
 def test_plan_publish_and_forward_do_not_wait_and_steps_wait_no_more_often_than_without(preset):
     found = found_by("syncs.py", preset)
     called = found["ours, called"]
-    cache, step = "match admit plan publish release", "prepare_prefill prepare copy show launch"
+    cache, step = "match admit plan publish release", "prepare_step prepare copy show launch"
     for name in (*cache.split(), *step.split()):
         assert called[name] >= 3, name
-    assert called["prefill" if preset == "small" else "slot_prefill"] >= 9
-    assert found["ours, reused"] == 4 * 1024 and found["ours, published"] > 0
+    assert called["flush"]
+    for name in ("prefill", "decode") if preset == "small" else ("slot_prefill", "slot_decode_rows"):
+        assert called[name] >= 9
+    assert found["ours, reused"] == 6 * 1024 and found["ours, published"] > 0
     for kind in ("whole", "short tail", "long tail"):
         off, ours = found[f"off, {kind}"], found[f"ours, {kind}"]
         assert ours["prefill"] <= off["prefill"], kind

@@ -100,17 +100,17 @@ def test_delta_rule(name, dtype, size, tmp_path):
     ("states", "tokens", "R", "P", "N"),
     [
         *((states, tokens, 16, 64, 128) for states in ("bf16", "fp32") for tokens in (0, 1, 4)),
-        *(("bf16", 1, *sizes) for sizes in ((64, 64, 128), (8, 8, 16), (16, 40, 96), (16, 16, 256))),
+        *(("bf16", 1, *sizes) for sizes in ((64, 64, 128), (8, 8, 8), (16, 40, 96), (16, 16, 256))),
         *(("bf16", 4, 16, *sizes) for sizes in ((16, 16), (40, 96), (128, 16))),
     ],
 )
 def test_update_of_rings(states, tokens, R, P, N, tmp_path):
     """The registers suffice."""
     entries = ring_entries(R, max(1, tokens))
-    constants = {"P": P, "N": N, "REPEAT": 16, "ENTRIES": entries, "OF_D": 1, "GATE": False, "TOKENS": tokens}
+    constants = {"REPEAT": 16, "ENTRIES": entries, "OF_D": 1, "GATE": False}
     constants |= mamba_decode.tile_of(P, N, 2 if states == "bf16" else 4, entries - tokens, tokens)
     options = {key: constants.pop(key) for key in ("num_warps", "maxnreg")}
-    constants["CORES"] = states == "bf16" and tokens > 0
+    constants["CORES"] = True
     types = {"states_ptr": f"*{states}", "A_ptr": "*fp32", "dt_ptr": "*bf16"}
 
     def kind(name: str) -> str:
@@ -121,17 +121,18 @@ def test_update_of_rings(states, tokens, R, P, N, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("states", "tokens", "rows", "size"),
+    ("states", "tokens", "R", "size"),
     [
-        *((states, tokens, rows, 128) for states in ("bf16", "fp32") for tokens in (0, 1) for rows in (1, 64)),
-        *(("bf16", 4, rows, 128) for rows in (1, 64)),
-        *(("bf16", 1, 64, size) for size in (16, 48, 64, 80, 256)),
+        *((states, tokens, 16, 128) for states in ("bf16", "fp32") for tokens in (0, 1, 4)),
+        *(("bf16", 1, 16, size) for size in (16, 48, 64, 80, 256)),
+        ("bf16", 1, 64, 128),
     ],
 )
-def test_update_of_the_delta_rule(states, tokens, rows, size, tmp_path):
+def test_update_of_the_delta_rule(states, tokens, R, size, tmp_path):
     """The registers suffice."""
-    constants = delta_rule_triton.update_options(64 * rows, size, size, ring_entries(16, max(1, tokens)), tokens, H200)
-    constants |= {"NORMALISE": True}
+    itemsize, entries = 2 if states == "bf16" else 4, ring_entries(R, max(1, tokens))
+    constants = delta_rule_triton.update_tile(size, size, itemsize, entries, tokens)
+    constants |= {"NORMALISE": True, "CORES": True, "REPEAT": 4}
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in constants}
     types = {"states_ptr": f"*{states}", "written_ptr": f"*{states}"}
     kernel = delta_rule_triton._update_kernel

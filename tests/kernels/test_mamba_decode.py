@@ -512,7 +512,8 @@ def test_a_mixer_decodes_as_megatrons(mixer, tokens):
     with torch.inference_mode():
         mixer._step, mixer._context, mixer.slot_layer_number = object(), SimpleNamespace(**layer), 1
         found = decode(inputs, *ours, batch_indices=slots)
-        KIND.flush(states, ring, rows._replace(positions=none + tokens, ends=none + tokens))
+        ends = rows._replace(positions=none + tokens, ends=none + tokens)
+        KIND.flush(states, ring, dict.fromkeys(states, ends))
         mixer._step = mixer._context = None
         after = [torch.zeros(3, tokens, *shape) for shape in shapes]
         named = dict(zip(("intermediate_conv_state", "intermediate_ssm_state"), after, strict=True))

@@ -11,12 +11,19 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_hybrid_prefix.layers.components import ring_entries
+from megatron_hybrid_prefix.layers.components import (
+    RINGS,
+    gated_delta_net_components,
+    mamba2_components,
+    ring_entries,
+    rings_of,
+)
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
@@ -25,13 +32,13 @@ from megatron_hybrid_prefix.ops.mamba_scan import pass_states
 from megatron_hybrid_prefix.ops.rings import RingRows
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.platform.kernels import attention, attention_cuda, kv_append
-from megatron_hybrid_prefix.pool.layout import StateComponent
+from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
 from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 from megatron_hybrid_prefix.upstream.modules import COMMON_KERNELS
 from tests.core.pools import a_mover
 from tests.harness.one_memory import FAR_PAGE_BYTES, FAR_PAGES, PAGE_BLOCKS, OneMemory, bits, check_same
-from tests.kernels.places import INTERPRETED
+from tests.kernels.places import DEVICES, INTERPRETED
 from tests.kernels.steps import SLOTS, Step
 from tests.kernels.test_paged_attention import flash_attention_4
 
@@ -372,10 +379,42 @@ def test_a_plugins_layer(place, request):
         of_layer, ring = {"sum": sum[LAYER]}, {"sum_after": after.clone()}
         rows = RingRows(at(slots), torch.arange(3, device=device), positions, origins, origins, at(kept))
         Adding().slot_decode_rows(inputs, of_layer, ring, rows)
-        LayerKind.flush(None, of_layer, ring, rows._replace(positions=positions + 2, ends=positions + 2))
+        LayerKind.flush(None, of_layer, ring, {"sum": rows._replace(positions=positions + 2, ends=positions + 2)})
         return ring["sum_after"]
 
     check_same(memory, step, {}, states)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_flush_of_all_layers_is_that_of_each(device, platform):
+    """Two kinds in one memory: each component has strides of its own."""
+    from megatron_hybrid_prefix.layers.kinds import KINDS  # all of them
+    from megatron_hybrid_prefix.mcore.state.memory import StateMemory
+
+    of_delta = {"channels": 112, "taps": 3, "heads": 4, "key_dim": 8, "value_dim": 20, "window_dtype": "float32"}
+    components = {
+        "mamba2": mamba2_components((96, 4), "float32", (4, 16, 16), "float32"),
+        "gated_delta_net": gated_delta_net_components(**of_delta, state_dtype="float32"),
+    }
+    names = "gated_delta_net", "mamba2", "mamba2", "gated_delta_net", "mamba2"
+    slots = SlotLayout(
+        tuple(StateLayout(kind=kind, layers=names.count(kind), components=of) for kind, of in components.items())
+    )
+    rings = rings_of(slots, RINGS, block_tokens=16, step_tokens=1, dtype="float32")
+    shared = SharedMemory(slots, own_slots=8, rings=rings, requests=4, device=device)
+    shared.buffer.view(torch.float32).copy_(rand(device, len(shared.buffer) // 4))
+    kinds = SimpleNamespace(quanta=(16,), kind_of_layer=names, slots=slots)
+    states = StateMemory(kinds, shared, max_requests=4, live_states=False, block_tokens=16, max_tokens=16)
+    states.decodes.origins[:] = 16, 32, 16, 48
+    live, ends, kept, before = [3, 0, 2], [53, 24, 16], [5, -1, 7], shared.buffer.clone()
+    ints, origins = partial(torch.tensor, device=device), states.decodes.origins[live].tolist()
+    rows = RingRows(ints(live), ints(live), ints(ends), ints(origins), ints(ends), ints(kept))
+    for name, layer, ring in zip(names, states.layers, states.rings, strict=True):
+        KINDS[name].flush(layer, ring, dict.fromkeys(layer, rows))
+    wanted, moved = shared.buffer.clone(), (shared.buffer != before).any()
+    shared.buffer.copy_(before)
+    states.flush(live, ends, kept)
+    assert moved and torch.equal(shared.buffer, wanted) and states.decodes.origins.tolist() == [24, 32, 16, 53]
 
 
 # -- the host ----------------------------------------------------------------------------------------------------------

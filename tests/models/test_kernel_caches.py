@@ -186,7 +186,7 @@ def test_before_graphs_are_captured_a_line_and_kernels(impl, scope, layers, stat
     )
     engine = object.__new__(HybridPrefixEngine)
     engine.cuda_graph_impl, engine.inference_cuda_graph_scope = impl, InferenceCudaGraphScope[scope]
-    engine.context = SimpleNamespace(cuda_graph_batch_dimensions_list=KINDS)
+    engine.context = SimpleNamespace(cuda_graph_batch_dimensions_list=KINDS, states=None)
     monkeypatch.setattr(engine, "_prepare_for_reset", lambda: None)
     monkeypatch.setattr(engine, "_weights_at", lambda: [])
     engine.controller = SimpleNamespace(model_config=SimpleNamespace(transformer_impl=layers))

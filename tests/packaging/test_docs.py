@@ -24,7 +24,7 @@ ENDINGS = (".py", ".sh", ".md", ".toml", ".txt", ".json", ".jsonl", ".png")
 ELSEWHERE = {
     "/admin", "/admin/reset_cache", "/detokenize", "/health", "/health_generate", "/inference/v1/generate", "/metrics",
     "/tokenize", "/tokenizer_info", "/v1/chat/completions", "/v1/chat/completions/tokens", "/v1/completions",
-    "/v1/models", "/version", "megatron/core/package_info.py", "config.json", "generation_config.json",
+    "/v1/messages", "/v1/models", "/v1/responses", "/version", "megatron/core/package_info.py", "config.json", "config.toml", "generation_config.json",
     "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "session.json", "agents.jsonl", "trace.jsonl",
     "FAST25-release/traces/conversation_trace.jsonl",
 }  # fmt: skip

@@ -48,7 +48,7 @@ GOOD: dict[str, tuple[type[Fields], dict[str, Any]]] = {
 VALUES: dict[str, Any] = {
     "boolean": True, "integer": 3, "number": 2.5, "string": "1", "array": [[True]], "object": {"a": 1},
 }  # fmt: skip
-REFUSED = {"tools": [[{"type": "function"}], "x", 1], "tool_choice": ["required", {"type": "function"}]}
+REFUSED = {"tool_choice": ["required", {"type": "function"}]}
 MARK = {"cache_control": {"type": "ephemeral"}}
 
 
@@ -56,6 +56,17 @@ def user(content: Any, **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content} | more]}
 
 
+def tool(**function: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": function}]
+
+
+# Wrong tools, and the place of the error.
+TOOLS = [
+    (tool(name="f"), ""), ([1], "[0]"), ([{"type": "function"}], "[0].function"), ([{"type": "x", "function": {"name": "f"}}], "[0].type"),
+    *((tool(**wrong), "[0].function.name") for wrong in ({}, {"name": None}, {"name": ""}, {"name": "a b"}, {"name": "x" * 257})),
+    *((tool(name="f", parameters=wrong), "[0].function.parameters") for wrong in ([], "x", DEEP, {"type": "string"}, {"properties": []})),
+    *((tool(name="f", parameters=wrong), "[0].function.parameters") for wrong in ({"properties": {"a\n" * 999: 3}}, {"required": "a"})),
+]  # fmt: skip
 # What is changed in a good body, and the field of the error.
 TABLE: dict[str, list[tuple[dict[str, Any], str]]] = {
     COMPLETIONS: [
@@ -83,7 +94,10 @@ TABLE: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     CHATS: [
         ({"model": ""}, "model"), ({"top_logprobs": 1}, "top_logprobs"), ({"cache_breakpoints": [1]}, "cache_breakpoints"),
-        ({"cache_breakpoints": [-1]}, "cache_breakpoints"), ({"chat_template_kwargs": {"messages": []}}, "messages"),
+        ({"cache_breakpoints": [-1]}, "cache_breakpoints"), *(({"chat_template_kwargs": {name: 1}}, "chat_template_kwargs") for name in ("messages", "tools", "continue_final_message")),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        *(({"tools": wrong}, f"tools{place}") for wrong, place in TOOLS),
         ({"messages": []}, "messages"),
         *(({"messages": [wrong]}, "messages[0]") for wrong in (None, [], "x", {"role": "user"})),
         *(({"messages": [wrong]}, "messages[0].role") for wrong in (
@@ -138,7 +152,7 @@ def schema_cases(path: str) -> Iterator[tuple[str, dict[str, Any], str]]:
             fits = kind in types or (kind == "integer" and "number" in types)
             if types and not fits:
                 yield f"{name} is {kind}", good | {name: value}, name
-        if types - {"boolean"} and name != "messages":
+        if types - {"boolean"} and name not in ("messages", "tools"):
             yield f"{name} is deep", good | {name: DEEP}, name
         if types & {"integer", "number"}:
             for huge in (10**30, -(10**30), 1e200, -1e200):

@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 _SHORT_PROMPTS = 64
 
 
+class LostLoad(TokenOverflowError):
+    """A load found no room, and without it the step has too few tokens: the request starts in a later one, without a load."""
+
+
 class Admissions:
     """Admits prompts to a `HybridPrefixContext`, whole or chunk by chunk."""
 
@@ -55,7 +59,7 @@ class Admissions:
         """Admit the next ``length`` tokens of a prompt: allocate blocks, add a row, plan its part of the next step.
 
         Raises:
-            ContextOverflowError: There is no room; nothing is taken.
+            ContextOverflowError: There is no room, or none for a load (`LostLoad`); nothing is taken.
             ValueError: The chunk is empty, or longer than the rest of the prompt.
         """
         if not 0 < length <= req.remaining_prompt_length:
@@ -126,6 +130,10 @@ class Admissions:
         )
         if admission is None:
             raise BlockOverflowError(req.request_id)
+        if self._context.active_token_count + length - admission.resume_tokens > self._context.max_tokens:
+            self._cache.release(req.request_id)
+            known.gave_up_fetch = True
+            raise LostLoad(req.request_id)
         if not known.counted_tokens:
             # A client of the coordinator gets no other field that megatron does not know.
             req.sampling_params.cache_reuse = asdict(admission.reuse)

@@ -22,7 +22,7 @@ from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixControlle
 from megatron_hybrid_prefix.mcore.engine.exact import make_exact
 from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, add_cached, cut_to_tokens
 from megatron_hybrid_prefix.mcore.engine.record import RequestRecord, forget_chunks, whole_answer
-from megatron_hybrid_prefix.mcore.engine.removals import Removals
+from megatron_hybrid_prefix.mcore.engine.removals import NOT_FINITE, Removals
 from megatron_hybrid_prefix.mcore.engine.requests import Answer, Prompt, RequestRules
 from megatron_hybrid_prefix.mcore.engine.sampling import end_tokens_of
 from megatron_hybrid_prefix.mcore.engine.scheduling import PrefixScheduling
@@ -34,6 +34,7 @@ from megatron_hybrid_prefix.platform.side_by_side import compiled_side_by_side
 from megatron_hybrid_prefix.requests.explain import Explanation
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.support.environment import say
+from megatron_hybrid_prefix.text.grammar import AnswerGrammar
 from megatron_hybrid_prefix.text.tokenizer import other_ends
 from megatron_hybrid_prefix.upstream.blocks import block_counts, blocks_up_to_the_end
 from megatron_hybrid_prefix.upstream.check import check_overrides
@@ -409,6 +410,9 @@ class HybridPrefixEngine(EngineSeam):
         record = self._own_record(request.request_id)
         record.options = SamplingOptions.of(asked)
         record.ends = end_tokens_of(asked)  # megatron has set the default of its own
+        wanted = None if record.options is None else record.options.structured_outputs
+        if wanted is not None:  # `RequestRules` have compiled it
+            record.grammar = AnswerGrammar(wanted, self.controller.tokenizer, self.controller.vocab_size, record.ends)
         ends_otherwise = record.ends and (self.num_speculative_tokens or record.ends != (asked.termination_id,))
         if record.options is not None or ends_otherwise:
             self._records[request.request_id] = record
@@ -530,8 +534,11 @@ class HybridPrefixEngine(EngineSeam):
         """
         stopped = super().take_stopped_ids(active_request_ids)
         wrong: frozenset[int] = getattr(self.controller, "wrong_ids", frozenset())
-        self.removals.failing |= wrong - stopped
-        failed = self._cached.failed_requests(wrong, active_request_ids) - stopped
+        left = self._records.keys() & {*active_request_ids} - stopped
+        grammars = {number: grammar for number in left if (grammar := self._records[number].grammar) is not None}
+        stuck = {number: f"its grammar: {grammar.stuck}" for number, grammar in grammars.items() if grammar.stuck}
+        self.removals.failing |= stuck | dict.fromkeys(wrong - stopped, NOT_FINITE)
+        failed = (self._cached.failed_requests(wrong, active_request_ids) | stuck.keys()) - stopped
         if failed:
             between_chunks = failed & {self.context.chunked_prefill_request_id}
             self.removals.restarting_between_chunks |= between_chunks

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_hybrid_prefix.sampling import SamplingOptions
+from megatron_hybrid_prefix.text.grammar import AnswerGrammar
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, DynamicInferenceRequestRecord
 
 
@@ -16,11 +17,13 @@ class RequestRecord(DynamicInferenceRequestRecord):
     Attributes:
         options: Sampling options of the request that megatron does not have, or None.
         ends: Its end tokens; empty: only its length ends it.
+        grammar: What its answer must match, or None.
         continued: Called with a request and the one that continues it.
     """
 
     options: SamplingOptions | None = None
     ends: tuple[int, ...] = ()
+    grammar: AnswerGrammar | None = None
     continued: Callable[[Any, Any], None] = staticmethod(lambda old, new: None)
 
     def checkpoint(self, tokenizer: Any = None) -> None:

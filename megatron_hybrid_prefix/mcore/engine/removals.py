@@ -20,7 +20,7 @@ from megatron_hybrid_prefix.upstream.names import ContextOverflowError, Status
 logger = logging.getLogger(__name__)
 
 # Megatron's coordinator sends the text of one class of errors.
-_NOT_FINITE = (
+NOT_FINITE = (
     "its logits, keys, values or states are not finite (NaN, infinite or beyond 1e18): look at the weights, and at the embeddings of its "
     "tokens; nothing of the step is cached"
 )
@@ -34,7 +34,8 @@ class Removals:
         restarting: Ids of requests that leave with this step's bookkeeping and start over.
         restarting_between_chunks: Ids of requests that start over, too, but wait between two chunks, without a row for the step's
             bookkeeping.
-        failing: Those of both that do not start over, but have failed, because they computed something that is not finite.
+        failing: Those of both that do not start over, but have failed, and why: they computed something that is not finite, or their
+            grammar does not go on.
     """
 
     def __init__(self, engine: EngineSeam, cached: NoCache) -> None:
@@ -47,7 +48,7 @@ class Removals:
         self.aborting: set[int] = set()
         self.restarting: set[int] = set()
         self.restarting_between_chunks: set[int] = set()
-        self.failing: set[int] = set()
+        self.failing: dict[int, str] = {}
 
     # -- aborts --------------------------------------------------------------------------------------------------------
 
@@ -99,10 +100,10 @@ class Removals:
         """Makes the request as new. False: it has failed, and the step returns it."""
         request = self._engine.get_request(request_id)
         if request_id in self.failing:
-            self.failing.discard(request_id)
+            why = self.failing.pop(request_id)
             self._forget(request_id)
-            logger.warning("request %d has failed: %s", request_id, _NOT_FINITE)
-            request.add_event_error_nontransient(ContextOverflowError(request_id, _NOT_FINITE, is_transient=False))
+            logger.warning("request %d has failed: %s", request_id, why)
+            request.add_event_error_nontransient(ContextOverflowError(request_id, why, is_transient=False))
             self._engine.refuse_request(request_id)
             return False
         if request.generated_tokens:  # it goes on after its answer so far, as after a preemption

@@ -15,6 +15,7 @@ import torch
 
 from megatron_hybrid_prefix.errors import FieldError, shown
 from megatron_hybrid_prefix.sampling import SamplingOptions, check_integer, check_params, check_tokens
+from megatron_hybrid_prefix.text.grammar import AnswerGrammar, check_compiles
 from megatron_hybrid_prefix.text.tokenizer import prompt_tokens
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
 from megatron_hybrid_prefix.upstream.names import SamplingParams
@@ -109,6 +110,13 @@ class RequestRules:
                 "sampling_options",
                 "sampling_options: min_tokens, and every token ends the answer: no token is left to sample",
             )
+        if options is not None and options.structured_outputs is not None:
+            tokenizer, ends = self._controller.tokenizer, barred
+            if params.termination_id is None:
+                ends = barred | {getattr(tokenizer, "eod", None)} - {None}
+            if torch.distributed.get_world_size() == 1:  # ranks decide alike, so not by time; the server has looked
+                check_compiles(options.structured_outputs)
+            AnswerGrammar(options.structured_outputs, tokenizer, self._controller.vocab_size, ends)
         wants_prompt = params.return_log_probs and not params.skip_prompt_log_probs
         if wants_prompt and self._engine.materialize_only_last_token_logits:
             raise FieldError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, override
 
+import numpy as np
 import torch
 
 from megatron_hybrid_prefix.ops.elementwise import replace_wrong_logits
@@ -47,19 +48,24 @@ class RowRequest:
     @classmethod
     def of(cls, record: RequestRecord, drafts_before: int = 0) -> RowRequest:
         """The request of a record with options, preempted or not."""
-        first, *others = record.requests
         assert record.options is not None
-        answer = first.generated_tokens
-        if others:
-            answer = [token for part in record.requests for token in part.generated_tokens]
+        answer = _answer_of(record)
         is_barred = len(answer) + drafts_before < record.options.min_tokens
+        is_barred &= record.grammar is None or not record.grammar.ends_now
         return cls(
             options=record.options,
-            prompt=first.prompt_tokens,
+            prompt=record.requests[0].prompt_tokens,
             answer=answer,
             drafts_before=drafts_before,
             barred=record.ends if is_barred else (),
         )
+
+
+def _answer_of(record: RequestRecord) -> Sequence[int]:
+    first, *others = record.requests
+    if not others:
+        return first.generated_tokens
+    return [token for part in record.requests for token in part.generated_tokens]
 
 
 class RowSampling(Sampling):
@@ -90,6 +96,10 @@ class RowSampling(Sampling):
         wrong = replace_wrong_logits(logits, gather_indices, n)
         if not context.num_speculative_tokens or token_to_request_index is not None:  # else these become drafts
             self._source.wrong_rows = wrong
+        if self._source.records and any(record.grammar for record in self._source.records.values()):  # without drafts
+            logits = logits[:n] if gather_indices is None else logits[gather_indices[:n].long()]
+            logits, gather_indices = self._masked(logits, [*range(n)]), None
+            kwargs["gather_indices"] = None
         tokens: torch.Tensor = self._backend.sample_kernel(logits, n, context, *args, **kwargs)
         drafts, source = context.num_speculative_tokens, self._source
         if (drafts and token_to_request_index is None) or not source.records:
@@ -116,16 +126,18 @@ class RowSampling(Sampling):
         self, logits: torch.Tensor, context: Any, *, token_to_request_index: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Sampling options that megatron does not have."""
+        source = self._source
+        if source.records:
+            ids = source.request_ids()
+            of_rows = [*range(len(ids))] if token_to_request_index is None else token_to_request_index.tolist()
+            logits = self._masked(logits, of_rows)
         raw = context.log_probs_of(logits) if getattr(context, "is_exact", False) else None
         log_probs: torch.Tensor = (
             self._backend.log_probs_kernel(logits, context, token_to_request_index=token_to_request_index)
             if raw is None
             else raw
         )
-        source = self._source
         if source.records:
-            ids = source.request_ids()
-            of_rows = [*range(len(ids))] if token_to_request_index is None else token_to_request_index.tolist()
             for row, index in enumerate(of_rows):
                 record = source.records.get(ids[index])
                 if record is not None and record.options is not None:
@@ -136,6 +148,28 @@ class RowSampling(Sampling):
                         request = replace(request, barred=())
                     log_probs[row] = processed_log_probs(logits[row], request)
         return log_probs
+
+    def _masked(self, logits: torch.Tensor, of_rows: Sequence[int]) -> torch.Tensor:
+        """The logits, or a copy with -inf where a request's grammar does not go on, if there is one.
+
+        The forward was launched before, so the device runs it while the host makes the masks.
+
+        Args:
+            logits: (>= rows, vocabulary).
+            of_rows: The active request of each row. The last one of a request is that of the token to sample.
+        """
+        ids, width, masks = self._source.request_ids(), logits.shape[-1], {}
+        for row, index in enumerate(of_rows):
+            record = self._source.records.get(ids[index])
+            if record is not None and record.grammar is not None and index not in of_rows[row + 1 : row + 2]:
+                masks[row] = record.grammar.mask(_answer_of(record))
+        if not masks:
+            return logits
+        words = torch.from_numpy(np.stack([*masks.values()]).view(np.int32)).pin_memory()
+        rows, places = (torch.tensor([*numbers]).to(logits.device, non_blocking=True) for numbers in (masks, range(32)))
+        barred = ((words.to(logits.device, non_blocking=True)[:, :, None] >> places) & 1 == 0).flatten(1)[:, :width]
+        barred = torch.nn.functional.pad(barred, (0, width - barred.shape[1]), value=True)  # of a padded vocabulary
+        return logits.index_copy(0, rows, logits[rows].masked_fill(barred, float("-inf")))
 
 
 def sample(logits: torch.Tensor, request: RowRequest, generator: torch.Generator) -> torch.Tensor:

@@ -7,8 +7,10 @@ block does not wait for the chunks of another prompt. Megatron decides everythin
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
 
+from megatron_hybrid_prefix.mcore.context.admission import LostLoad
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.engine.coalesce import Coalescing
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
@@ -34,8 +36,10 @@ class PrefixScheduling:
         before = list(waiting)
         held = self._wait_for_fetches() | self._hold_back()
         if context.chunked_prefill_request_id != -1:
-            self._start_beside_chunk()
-        admit()
+            with suppress(LostLoad):
+                self._start_beside_chunk()
+        with suppress(LostLoad):
+            admit()
         if held:
             left = held.union(waiting)
             chunked = context.chunked_prefill_request_id  # must stay first

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_hybrid_prefix.layers.base import KINDS
 from megatron_hybrid_prefix.layers.step import ChunkGrid, DecodeStep, PrefillStep
 from megatron_hybrid_prefix.ops.rings import RingRows
+from megatron_hybrid_prefix.ops.triton_or_torch import ids_on_device
 from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.mcore.state.layout import ModelStates
-    from megatron_hybrid_prefix.pool.layout import StateLayout
+    from megatron_hybrid_prefix.pool.layout import SlotLayout, StateLayout
+
+_FIELDS = tuple(RingRows.__annotations__)
+_SLOTS, _RINGS, _KEPT = map(_FIELDS.index, ("slots", "rings", "kept"))
 
 
 class LiveSlots:
@@ -109,6 +116,9 @@ class StateMemory:
             [self._views(tensors, layouts, number) for number in range(len(self._kinds))]
             for tensors, layouts in ((memory.states, states.slots.kinds), (memory.rings, memory.ring_layout.kinds))
         )
+        self._flushes = [
+            _FlushedKind(kind.kind, memory, states.slots, max_requests) for kind in states.slots.kinds if kind.layers
+        ]
 
     def _views(
         self, tensors: dict[str, torch.Tensor], layouts: Sequence[StateLayout], number: int
@@ -122,12 +132,62 @@ class StateMemory:
         """Live states advance to ``ends``, in tokens of their requests, and are written to slots ``kept``, too, unless those are negative."""
         slots = [self.memory.row(self.live.slot(index)) for index in live_indices]
         targets = [slot if slot < 0 else self.memory.row(slot) for slot in kept]
-        self._flush(self.decodes.flushed(live_indices, ends, slots, targets))
+        self._flush(slots, live_indices, ends, self.decodes.advance(live_indices, ends), ends, targets)
 
     def compile_flush(self) -> None:
         """Launch the kernels of `flush` for nothing, so that none is compiled while requests wait."""
-        self._flush(self.decodes.flushed([0], [0], [NO_SLOT], [NO_SLOT]))
+        self._flush(*[[NO_SLOT]] * len(_FIELDS))
 
-    def _flush(self, rows: RingRows) -> None:
-        for kind, layer, ring in zip(self._kinds, self.layers, self.rings, strict=True):
-            KINDS[kind].flush(layer, ring, rows)
+    def _flush(self, *fields: Sequence[int]) -> None:
+        """One launch for each component of a kind's states, whatever the number of layers."""
+        rows = np.array(fields)
+        # An even number: each field is aligned as Triton's specialisation looks at it, and one kernel compiled for all.
+        rows = np.pad(rows, ((0, 0), (0, rows.shape[1] % 2)), constant_values=NO_SLOT)
+        tables = [table for kind in self._flushes for table in kind.tables(rows)]
+        if not tables:  # of a pipeline stage without recurrent layers
+            return
+        numbers = ids_on_device(np.concatenate(tables, axis=None).tolist(), self.memory.buffer.device)
+        parts = iter(numbers.split([table.size for table in tables]))
+        for kind in self._flushes:
+            kind.launch(parts)
+
+
+class _FlushedKind:
+    """All layers of a kind for `LayerKind.flush`: a state, or a ring, of any layer is one of many in one tensor.
+
+    Args:
+        kind: Its name.
+        memory: The states and rings.
+        slots: The states of the model.
+        max_requests: Rings of a layer.
+    """
+
+    def __init__(self, kind: str, memory: SharedMemory, slots: SlotLayout, max_requests: int) -> None:
+        def named(layouts: Sequence[StateLayout]) -> list[str]:
+            return [component.name for layout in layouts if layout.kind == kind for component in layout.components]
+
+        self._kind, self._max_requests = KINDS[kind], max_requests
+        self._rings = {name: memory.rings[name].flatten(0, 1) for name in named(memory.ring_layout.kinds)}
+        self._states: dict[str, torch.Tensor] = {}
+        self._places: dict[str, tuple[int, int, int]] = {}
+        for name in named(slots.kinds):
+            tensor = memory.states[name]
+            (layers, rows, *shape), (of_layer, of_row, *strides) = tensor.shape, tensor.stride()
+            unit = math.gcd(of_layer, of_row)  # between places, which overlap
+            last = ((layers - 1) * of_layer + (rows - 1) * of_row) // unit
+            self._states[name] = tensor.as_strided((last + 1, *shape), (unit, *strides))
+            self._places[name] = layers, of_layer // unit, of_row // unit
+
+    def tables(self, rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+        """(fields, layers x rows) of each component, from fields of rows of one layer, those of `RingRows`."""
+        for layers, of_layer, of_row in self._places.values():
+            table, layer = np.repeat(rows[:, None], layers, 1), np.arange(layers)[:, None]
+            for slots in (table[_SLOTS], table[_KEPT]):
+                slots[:] = np.where(slots < 0, NO_SLOT, slots * of_row + layer * of_layer)
+            table[_RINGS] += layer * self._max_requests
+            yield table
+
+    def launch(self, parts: Iterator[torch.Tensor]) -> None:
+        """``parts``: the tables, on the device, flat."""
+        rows = {name: RingRows(*next(parts).view(len(_FIELDS), -1)) for name in self._states}
+        self._kind.flush(self._states, self._rings, rows)

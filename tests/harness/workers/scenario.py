@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hybrid_prefix import HybridPrefixConfig, installed
+from megatron_hybrid_prefix.lab.capacity import sizes_of_config
 from megatron_hybrid_prefix.models import build_hybrid_model, load_checkpoint, save_checkpoint
 from megatron_hybrid_prefix.models.weights import initialise_weights
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
@@ -100,9 +102,13 @@ def memory_for(config: Any, tp: int, *, slots: int, blocks: int = 200) -> dict[s
     page, most = page_of(sizes), max(state for state, _ in sizes)
     total = blocks + 1 + ceil_div(slots + ROWS, page.page_states) * page.page_blocks
     steps = [max(block, ceil_div(page.page_states * state, page.page_blocks)) for state, block in sizes]
+    rings = []
+    for stage, (state, _) in zip(config.layer_pattern.split("|"), sizes, strict=True):
+        own = replace(config, layer_pattern=stage, dtype="float32") if state else None
+        rings.append(sizes_of_config("", own, tp=tp).rings(BLOCK, 0).bytes(ROWS, ALIGNMENT_BYTES) if own else 0)
     own = [
-        state + total * ceil_div(step, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        for (state, _), step in zip(sizes, steps, strict=True)
+        state + ring + total * ceil_div(step, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        for (state, _), ring, step in zip(sizes, rings, steps, strict=True)
     ]
     return {
         "cache_gb": max(own) / 2**30,
