@@ -109,7 +109,9 @@ def scan_by_kernels(
     check_heads(v.dtype, key_size, value_size)
     if not chunks:
         return torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    outputs = torch.empty(v.shape, dtype=v.dtype, device=v.device) if added is None else v.new_zeros(chunks, *v.shape[1:])
+    outputs = (
+        torch.empty(v.shape, dtype=v.dtype, device=v.device) if added is None else v.new_zeros(chunks, *v.shape[1:])
+    )
     opened = {"OPEN": added is not None}
     q, k, v = (_aligned(tensor) for tensor in (q, k, v))
     log_decay, beta = log_decay.contiguous(), beta.contiguous()
@@ -425,7 +427,6 @@ def _pass_kernel(
     # state before a chunk is multiplied with, rows of keys and queries, is one operand of twice as many rows.
     mask = k_mask[:, None] & v_mask[None, :]
     in_state = in_k[:, None] * V + in_v[None, :]
-    in_keys = inside[None, :] * stride_k + in_k[:, None]
     in_values = inside[:, None] * WIDTH_V + in_v[None, :]
     in_scores = inside[:, None] * CHUNK + inside[None, :]
     in_out = inside[:, None] * (heads * V) + in_v[None, :]
@@ -463,7 +464,8 @@ def _pass_kernel(
         if OPEN:
             start, q_start = tl.load(added_ptr + chunk) + 1 - count, chunk + 1 - count
             asked, kept, zero = inside == count - 1, (inside < count)[:, None], 0.0
-            of_last, full = asked[:, None], tl.load(live_slots_ptr + sequence) >= 0
+            of_last, slot = asked[:, None], tl.load(live_slots_ptr + sequence)
+            full = slot >= 0
             of_asked = tl.where(of_against, row < count, row == count - 1)
         of_rows = tl.where(
             of_against,
@@ -476,12 +478,16 @@ def _pass_kernel(
         values = tl.load(values_ptr + cell * CHUNK * WIDTH_V + in_values, mask=kept, other=zero).to(tl.float32) - known
         if full:
             keys = tl.load(
-                k_ptr + start * stride_k + of_key_head + in_keys,
+                k_ptr + start * stride_k + of_key_head + inside[None, :] * stride_k + in_k[:, None],
                 mask=(inside < count)[None, :] & k_mask[:, None],
                 other=0.0,
             )
             written = (values * f_keys[:, None]).to(dtype)
-            state = tl.dot(keys, written, state * decay, input_precision=PRECISION)
+            after = tl.dot(keys, written, state * decay, input_precision=PRECISION)
+            if OPEN:
+                tl.store(of_head + slot * stride_slot + in_state, after.to(kept_dtype), mask=mask)
+            else:
+                state = after
         scores = tl.load(scores_ptr + cell * CHUNK * CHUNK + in_scores, mask=of_last, other=zero)
         out = tl.dot(scores, values.to(dtype), out * f_queries[:, None], input_precision=PRECISION)
         tl.store(
@@ -489,15 +495,17 @@ def _pass_kernel(
             out.to(out_ptr.dtype.element_ty),
             mask=asked[:, None] & v_mask[None, :],
         )
-        if slot >= 0:
-            tl.store(of_head + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask)
+        if not OPEN:  # noqa: SIM102  (known when it is compiled)
+            if slot >= 0:
+                tl.store(of_head + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask)
         decay = next_decay
         slot = next_slot
         f_queries = next_queries
         f_keys = next_keys
     slot = tl.load(live_slots_ptr + sequence)
-    if slot >= 0:
-        tl.store(of_head + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask)
+    if not OPEN:  # noqa: SIM102
+        if slot >= 0:
+            tl.store(of_head + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask)
 
 
 @jit

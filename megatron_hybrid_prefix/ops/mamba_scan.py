@@ -48,13 +48,7 @@ class Added(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """Open chunks as the kernel of the outputs reads them; integers, of 32 bits in the last.
-
-    Args:
-        entries: (chunks,): the entry of a ring that a chunk ends with.
-        sources: (chunks,): the slot of the state before it.
-        wrong: (chunks, heads): above 0 where the output is NaN.
-    """
+    """Open chunks as the kernel of the outputs reads them: entries that they end with, slots of the states before; int32, where NaN."""
 
     entries: torch.Tensor
     sources: torch.Tensor

@@ -101,15 +101,16 @@ def test_scan_of_open_chunks(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "dtype", "size"),
+    ("name", "dtype", "size", "is_open"),
     [
-        *((name, torch.bfloat16, size) for name in DELTA_RULE for size in (16, 64, 80, 128)),
-        *(("_pass_kernel", dtype, 256) for dtype in (torch.bfloat16, torch.float32)),
+        *((name, torch.bfloat16, size, False) for name in DELTA_RULE for size in (16, 64, 80, 128)),
+        *((name, torch.bfloat16, 128, True) for name in DELTA_RULE),
+        *(("_pass_kernel", dtype, 256, False) for dtype in (torch.bfloat16, torch.float32)),
     ],
 )
-def test_delta_rule(name, dtype, size, tmp_path):
+def test_delta_rule(name, dtype, size, is_open, tmp_path):
     launch = dict(getattr(delta_rule_triton.launch_options(dtype, size, size, normalise=True), DELTA_RULE[name]))
-    launch["OPEN"] = False
+    launch |= {"OPEN": is_open} | ({"num_stages": 1} if is_open else {})
     options = {key: launch.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in launch}
     inputs = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
 

@@ -288,7 +288,10 @@ def test_decodes_after_a_prefill_have_the_bits_of_one_prefill(kind, dtype, devic
         assert torch.equal(states[live], at_ends[live] if end > row[1] else pool[SOURCE])
 
 
-@pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu(gib=8))])
+OF_KERNELS = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu(gib=8))]
+
+
+@pytest.mark.parametrize("device", OF_KERNELS)
 @pytest.mark.parametrize("kind", [OfMamba2, OfDelta])
 def test_any_fill_alone_and_among_others(kind, device, monkeypatch):
     """One token of each row, of real sizes on a GPU, against a prefill of its chunk; and the states behind chunks that it fills."""
@@ -324,6 +327,33 @@ def test_any_fill_alone_and_among_others(kind, device, monkeypatch):
         assert torch.equal(layer.decode(tokens[at], pool, decodes.rows.chunks[chunk]), whole[at])
         full = torch.tensor(counts[which] == chunk, device=device)
         assert torch.equal(pool[at], torch.where(full[:, None, None, None], pool[rows:][at], before[at]))
+
+
+class HalfGrid(ChunkGrid):
+    def begin(self, position_tokens):
+        return position_tokens - position_tokens % (self.chunk_tokens // 2)
+
+
+@pytest.mark.parametrize("device", OF_KERNELS)
+@pytest.mark.parametrize("kind", [OfMamba2, OfDelta])
+@pytest.mark.parametrize("mutant", ["a chunk off the grid", "a sum in another order", "a state in bfloat16"])
+def test_kernels_of_decodes_with_other_bits_are_noticed(mutant, kind, device, monkeypatch):
+    decode, opened = kind.decode, DecodeStep._open
+
+    def spoiled(self, tokens, states, chunks):
+        if "state" in mutant:
+            states.copy_(states.bfloat16())
+        out = decode(self, tokens, states, chunks)
+        return out + 2.0**12 - 2.0**12 if "order" in mutant else out
+
+    def halved(self, grid, *given):
+        opened(self, HalfGrid(chunk_tokens=grid.chunk_tokens, block_tokens=grid.block_tokens), *given)
+
+    monkeypatch.setattr(kind, "decode", spoiled)
+    if "grid" in mutant:
+        monkeypatch.setattr(DecodeStep, "_open", halved)
+    with pytest.raises(AssertionError, match="equal"):
+        test_any_fill_alone_and_among_others(kind, device, monkeypatch)
 
 
 @pytest.mark.parametrize("device", DEVICES)
