@@ -198,8 +198,8 @@ def continue_delta_rule(
     """
     slots = {"chunk_bounds": chunks.bounds} | chunks.slots
     if v.dtype != torch.float64 and runs_kernel(v):  # which read the rings in place
-        inputs = (chunks.add(*each) for each in zip(rings, (k, v, log_decay, beta), strict=True))
-        return scan_by_kernels(q, *inputs, states, **slots, normalise=normalise, added=chunks.added)
+        k, v, g, b = (chunks.add(*each) for each in zip(rings, (k, v, log_decay, beta), strict=True))
+        return scan_by_kernels(q, k, v, g, b, states, normalise=normalise, added=chunks.added, **slots)
     k, v, g, b = (chunks.with_new(*each) for each in zip(rings, (k, v, log_decay, beta), strict=True))
     return scan_delta_rule(q[chunks.rows], k, v, g, b, states, normalise=normalise, **slots)[chunks.last]
 
