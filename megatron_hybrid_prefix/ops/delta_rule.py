@@ -196,8 +196,11 @@ def continue_delta_rule(
     Returns:
         (rows, value heads, V) in v's type; undefined in rows of padding.
     """
-    k, v, g, b = (chunks.with_new(*each) for each in zip(rings, (k, v, log_decay, beta), strict=True))
     slots = {"chunk_bounds": chunks.bounds} | chunks.slots
+    if v.dtype != torch.float64 and runs_kernel(v):  # which read the rings in place
+        k, v, g, b = (chunks.add(*each) for each in zip(rings, (k, v, log_decay, beta), strict=True))
+        return scan_by_kernels(q, k, v, g, b, states, normalise=normalise, added=chunks.added, **slots)
+    k, v, g, b = (chunks.with_new(*each) for each in zip(rings, (k, v, log_decay, beta), strict=True))
     return scan_delta_rule(q[chunks.rows], k, v, g, b, states, normalise=normalise, **slots)[chunks.last]
 
 

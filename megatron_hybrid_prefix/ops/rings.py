@@ -81,6 +81,12 @@ class OpenChunks(NamedTuple):
     filled: torch.Tensor
     none: torch.Tensor
 
+    def add(self, ring: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Adds each row's token to a ring. Returns the rings' entries, one ring after another. Shapes: see `with_new`."""
+        entries = ring.flatten(0, 1)
+        copy_slots(new[None], entries[None], self.first[:-1], self.added)
+        return entries
+
     def with_new(self, ring: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Adds each row's token to a ring, and packs the chunks.
 
@@ -91,9 +97,7 @@ class OpenChunks(NamedTuple):
         Returns:
             (rows x chunk, *shape); undefined after the last token.
         """
-        entries = ring.flatten(0, 1)
-        copy_slots(new[None], entries[None], self.first[:-1], self.added)
-        return entries[self.entries]
+        return self.add(ring, new)[self.entries]
 
     @property
     def slots(self) -> dict[str, torch.Tensor]:

@@ -157,29 +157,32 @@ def test_decays_that_are_counted_from_the_end_of_a_chunk_are_noticed(kind, monke
 # -- prefills that leave chunks open, and decodes that go on --------------------------------------------------------------
 
 
-def of_states(step):
-    return step.slots_of_states(64) if step.is_open else step.slots(64)
+def of_states(step, chunk=64):
+    return step.slots_of_states(chunk) if step.is_open else step.slots(chunk)
 
 
 class OfMamba2:
     """A layer of each kind as the test below needs it: its tokens, `prefill` and `decode`."""
 
-    def __init__(self, device, dtype, tokens):
-        heads, groups, headdim, d_state, self.chunk = shape = (4, 2, 16, 16, 64)
+    small, real = (4, 2, 16, 16, 64), (128, 8, 64, 128, 128)  # the second: of `hybrid-4b`
+
+    def __init__(self, device, dtype, tokens, sizes=small, rings=4):
+        heads, groups, headdim, d_state, self.chunk = sizes
         self.inputs = drawn(device, dtype, 5, (tokens, (heads * headdim + 2 * groups * d_state)), (tokens, heads))
         self.z = drawn(device, dtype, 6, (tokens, heads, headdim))[0]
         A = -torch.linspace(0.1, 4, heads, device=device)
         bias, D = drawn(device, torch.float32, 7, (heads,), (heads,))
         self.of_layer = {"A": A, "dt_bias": bias, "D": D}
         self.shape, self.widths = (heads, headdim, d_state), (heads * headdim, groups * d_state, groups * d_state)
-        width = heads * headdim + groups * d_state
-        self.rings = [
-            torch.full((4, self.chunk, n), float("nan"), device=device, dtype=dtype) for n in (width, shape[0])
-        ]
+        self.of_ring = [self.inputs[0][:, : -self.widths[2]], self.inputs[1]]
+        self.rings = [x.new_full((rings, self.chunk, x.shape[1]), float("nan")) for x in self.of_ring]
 
     def prefill(self, rows, states, step):
         xBC, dt = (x[rows] for x in self.inputs)
-        x, B, C = (x.unflatten(1, (-1, 16)) for x in xBC.split(self.widths, 1))
+        x, B, C = (
+            x.unflatten(1, (-1, d))
+            for x, d in zip(xBC.split(self.widths, 1), (*self.shape[1:], self.shape[2]), strict=True)
+        )
         bounds, wrong = step.chunks[self.chunk].bounds, step.wrong
         y = scan_by_slots(
             states,
@@ -190,9 +193,9 @@ class OfMamba2:
             C=C,
             z=self.z[rows],
             wrong=wrong,
-            chunk_tokens=64,
+            chunk_tokens=self.chunk,
             **self.of_layer,
-            **of_states(step),
+            **of_states(step, self.chunk),
         )
         if step.is_open:
             step.leave_open(64, states, (self.rings[0], xBC[:, : -self.widths[2]]), (self.rings[1], dt))
@@ -205,13 +208,16 @@ class OfMamba2:
 
 
 class OfDelta:
-    def __init__(self, device, dtype, tokens):
-        key_heads, heads, key_dim, value_dim = (1, 2, 16, 48)
+    small, real = (1, 2, 16, 48), (16, 64, 128, 128)  # the second: of `gdn-4b`
+
+    def __init__(self, device, dtype, tokens, sizes=small, rings=4):
+        key_heads, heads, key_dim, value_dim = sizes
         of_keys = (tokens, key_heads, key_dim)
         self.inputs = drawn(device, dtype, 5, of_keys, of_keys, (tokens, heads, value_dim), *[(tokens, heads)] * 2)
         self.inputs[3], self.inputs[4] = -self.inputs[3].float().abs() / 8, torch.sigmoid(self.inputs[4])
         self.chunk, self.shape = 64, (heads, key_dim, value_dim)
-        self.rings = [x.new_full((4, 64, *x.shape[1:]), float("nan")) for x in self.inputs[1:]]
+        self.of_ring = self.inputs[1:]
+        self.rings = [x.new_full((rings, 64, *x.shape[1:]), float("nan")) for x in self.of_ring]
 
     def prefill(self, rows, states, step):
         inputs = [x[rows] for x in self.inputs]
@@ -280,6 +286,74 @@ def test_decodes_after_a_prefill_have_the_bits_of_one_prefill(kind, dtype, devic
     prefill(False, at_ends, ends)
     for live, (row, end) in enumerate(zip(ROWS, ends, strict=True)):
         assert torch.equal(states[live], at_ends[live] if end > row[1] else pool[SOURCE])
+
+
+OF_KERNELS = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu(gib=8))]
+
+
+@pytest.mark.parametrize("device", OF_KERNELS)
+@pytest.mark.parametrize("kind", [OfMamba2, OfDelta])
+def test_any_fill_alone_and_among_others(kind, device, monkeypatch):
+    """One token of each row, of real sizes on a GPU, against a prefill of its chunk; and the states behind chunks that it fills."""
+    if INTERPRETED:
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    sizes, dtype = (kind.small, torch.float32) if INTERPRETED else (kind.real, torch.bfloat16)
+    generator, chunk = np.random.default_rng(1), 64 if kind is OfDelta else sizes[4]
+    counts = np.array([chunk, 1, *generator.integers(1, chunk + 1, 4 if INTERPRETED else 62)], np.int32)
+    rows, starts = len(counts), np.cumsum(counts) - counts
+    layer = kind(device, dtype, int(counts.sum()), sizes, rows)
+    own, tokens = generator.permutation(rows), torch.tensor(starts + counts - 1, device=device)
+    pool = drawn(device, torch.float32, 8, (2 * rows, *layer.shape))[0]
+    step = PrefillStep(quanta=[chunk], block_tokens=384, max_tokens=9000, max_sequences=rows, device=device)
+    spans = [
+        PrefillSpan(start_tokens=0, tokens=int(count), source_slot=row, live_slot=rows + row)
+        for row, count in enumerate(counts)
+    ]
+    step.prepare(spans, tokens=int(counts.sum()), sequences=rows)
+    step.copy()
+    step.show()
+    whole = layer.prefill(slice(None), pool, step)[tokens]
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        for ring, inputs in zip(layer.rings, layer.of_ring, strict=True):
+            ring[own[row], : count - 1] = inputs[start : start + count - 1]
+    grid, before = ChunkGrid(chunk_tokens=chunk, block_tokens=384), pool.clone()
+    decodes = DecodeStep(1, max_requests=rows, device=device, grids=[grid])
+    for which in (np.arange(rows), *np.arange(rows)[:: 1 if INTERPRETED else 7, None], np.arange(rows)[::-1]):
+        pool[:rows] = before[:rows]
+        decodes.prepare(own[which], counts[which] - 1, np.ones_like(counts[which]), which, decodes=len(which))
+        decodes.copy()
+        decodes.show(torch.tensor(which.copy(), device=device))
+        at = torch.tensor(which.copy(), device=device)
+        assert torch.equal(layer.decode(tokens[at], pool, decodes.rows.chunks[chunk]), whole[at])
+        full = torch.tensor(counts[which] == chunk, device=device)
+        assert torch.equal(pool[at], torch.where(full[:, None, None, None], pool[rows:][at], before[at]))
+
+
+class HalfGrid(ChunkGrid):
+    def begin(self, position_tokens):
+        return position_tokens - position_tokens % (self.chunk_tokens // 2)
+
+
+@pytest.mark.parametrize("device", OF_KERNELS)
+@pytest.mark.parametrize("kind", [OfMamba2, OfDelta])
+@pytest.mark.parametrize("mutant", ["a chunk off the grid", "a sum in another order", "a state in bfloat16"])
+def test_kernels_of_decodes_with_other_bits_are_noticed(mutant, kind, device, monkeypatch):
+    decode, opened = kind.decode, DecodeStep._open
+
+    def spoiled(self, tokens, states, chunks):
+        if "state" in mutant:
+            states.copy_(states.bfloat16())
+        out = decode(self, tokens, states, chunks)
+        return out + 2.0**12 - 2.0**12 if "order" in mutant else out
+
+    def halved(self, grid, *given):
+        opened(self, HalfGrid(chunk_tokens=grid.chunk_tokens, block_tokens=grid.block_tokens), *given)
+
+    monkeypatch.setattr(kind, "decode", spoiled)
+    if "grid" in mutant:
+        monkeypatch.setattr(DecodeStep, "_open", halved)
+    with pytest.raises(AssertionError, match="equal"):
+        test_any_fill_alone_and_among_others(kind, device, monkeypatch)
 
 
 @pytest.mark.parametrize("device", DEVICES)
