@@ -320,7 +320,8 @@ class PrefillStep:
 class DecodeStep:
     """The rows that a step decodes, and the position of each request's state. A request's ring has the number of its live index.
 
-    States are written at multiples of ``ring_tokens`` of a request's positions, whatever else runs, and where the cache keeps one.
+    States are written at multiples of ``ring_tokens`` of a request's positions, whatever else runs, where the cache keeps one, and before one
+    moves to the host.
 
     Args:
         ring_tokens: See `RingLayout`.
@@ -348,7 +349,7 @@ class DecodeStep:
         self._none = torch.full_like(self._first, NO_SLOT)
         self.origins = np.zeros(max_requests, dtype=np.int32)
         sizes: list[tuple[str, int, type[np.int32 | np.int64]]]
-        sizes = [("rings", max_requests, np.int64), ("kept", max_requests, np.int64)]
+        sizes = [("rings", max_requests, np.int64)]
         for grid in grids:
             size = grid.chunk_tokens
             sizes += [(f"{name}{size}", max_requests * size, np.int64) for name in ("entries", "rows")]
@@ -356,7 +357,7 @@ class DecodeStep:
         sizes += [(name, max_requests, np.int32) for name in ("positions", "origins", "ends")]
         sizes += [(f"bounds{grid.chunk_tokens}", max_requests + 1, np.int32) for grid in grids]
         self._pinned, self._buffer, self._arrays, self._tensors = _allocate(sizes, device)
-        self._arrays["kept"][:] = NO_SLOT
+        self._tensors["kept"] = torch.full_like(self._tensors["rings"], NO_SLOT)  # flushes of their own keep states
         self._next: tuple[_Integers, _Integers] = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
     def prepare(

@@ -210,11 +210,8 @@ def _entries(
         (rows, entries, heads, headdim), (rows, entries, groups, d_state), dt times decay (rows, entries, heads), and the decay of all
         (rows, heads). Others are zero.
     """
-    wide, (heads, headdim, d_state), number = (
-        compute_dtype(ring[0]),
-        shape,
-        torch.arange(ring[0].shape[1], device=first.device),
-    )
+    wide, (heads, headdim, d_state) = compute_dtype(ring[0]), shape
+    number = torch.arange(ring[0].shape[1], device=first.device)
     at, inside = (first[:, None] + number) % len(number), (number < count[:, None])[:, :, None, None]
     inputs = torch.where(inside[..., 0], ring[0][rings[:, None], at], 0).to(wide)
     step, decay = torch.where(inside, ring[1][rings[:, None], at], 0).to(wide).unbind(2)
@@ -404,10 +401,8 @@ def _update_kernel(
         for turn in tl.range(0, some_heads * (BLOCK_P // PART), num_stages=AHEAD):
             head, some = turn // (BLOCK_P // PART), turn % (BLOCK_P // PART) * PART + tl.arange(0, PART)
             some_mask = some < P - part * BLOCK_P if P % BLOCK_P else tl.full([PART], 1, tl.int1)
-            mask, of_some = (
-                some_mask[:, None] & n_mask[None, :],
-                of_states + (head * P + some)[:, None] * N + in_n[None, :],
-            )
+            mask = some_mask[:, None] & n_mask[None, :]
+            of_some = of_states + (head * P + some)[:, None] * N + in_n[None, :]
             state = tl.load(of_some, mask=mask, other=0.0).to(tl.float32)
             of_x = of_inputs + (at * width)[None, :] + channel + head * P + some[:, None]
             x = tl.load(of_x, mask=(number < count)[None, :] & some_mask[:, None], other=0.0).to(tl.float32)

@@ -239,7 +239,7 @@ def _sampling(
         options.check_vocabulary(served.vocab_size)
         check_tokens("stop_token_ids", body.stop_token_ids, served.vocab_size)
         if options.structured_outputs is not None:
-            check_compiles(options.structured_outputs)
+            check_compiles(options.structured_outputs, served.tokenizer)
             AnswerGrammar(options.structured_outputs, served.tokenizer, served.vocab_size, {end, *stop_tokens})
     except FieldError as error:
         raise bad(f"{error}.", error.field) from None

@@ -16,7 +16,7 @@ from transformers.utils.chat_parsing import ResponseParser, parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from megatron_hybrid_prefix.errors import FieldError
-from megatron_hybrid_prefix.text.calls import answer_grammar, types_of
+from megatron_hybrid_prefix.text.calls import answer_grammar, types_of, visits
 
 # What starts an answer, by a text of the chat template.
 _TURNS = {
@@ -109,8 +109,8 @@ class AnswerForm:
         marks = str((fields, tools and self.call)).replace("\\", "")
         return AnswerParts(self, edges, marks, prompt, tools) if len(fields) > 1 else None
 
-    def calls_in(self, text: str, tools: Tools) -> list[dict[str, Any]]:
-        """The calls that a text is, in the form of the API; empty: it does not parse as a whole."""
+    def calls_in(self, text: str, typed: Any) -> list[dict[str, Any]]:
+        """The calls that a text is, in the form of the API; empty: it does not parse as a whole. ``typed``: as of `_typed`."""
         assert self.call is not None
         field = self.call.fields["tool_calls"]
         try:
@@ -118,18 +118,21 @@ class AnswerForm:
                 left = regex.sub(tag, "", text, flags=regex.DOTALL)
                 if not field.close_re.fullmatch(left[field.open_re.match(left).end() :].strip()):
                     return []
-            typed: list[Any] = [_typed(tool["function"]) for tool in tools]
             found = parse_response(text, self.call, prefix="", tools=typed)["tool_calls"]
             return [_api_call(**call["function"]) for call in (found if isinstance(found, list) else [found])]
         except _ERRORS:
             return []
 
 
-def _typed(function: dict[str, Any]) -> dict[str, Any]:
-    """A tool with the types of its parameters, which transformers reads where a schema has no references."""
-    root = function.get("parameters") or {}
-    types = {name: {"type": types_of(schema, root, set())} for name, schema in root.get("properties", {}).items()}
-    return {"name": function["name"], "parameters": {"properties": types}}
+def _typed(tools: Tools) -> list[dict[str, Any]]:
+    """Tools with the types of their parameters, which transformers reads where a schema has no references."""
+    left, typed = visits(), []
+    for function in (tool["function"] for tool in tools):
+        root = function.get("parameters") or {}
+        kinds = {name: types_of(schema, root, set(), left) for name, schema in root.get("properties", {}).items()}
+        properties = {name: {"type": types} for name, types in kinds.items()}
+        typed.append({"name": function["name"], "parameters": {"properties": properties}})
+    return typed
 
 
 def _api_call(name: str, arguments: Any = None) -> dict[str, Any]:
@@ -152,7 +155,7 @@ class AnswerParts:
 
     def __init__(self, form: AnswerForm, edges: Any, marks: str, prompt: str, tools: Tools) -> None:
         self.marks, self.calls, self.unparsed = marks, 0, 0
-        self._form, self._tools, self._fields = form, tools, edges.fields
+        self._form, self._tools, self._fields = form, _typed(tools), edges.fields
         self._parser = ResponseParser(edges, prefix=prompt)
         self._text, self._at, self._start = "", 0, 0  # the answer, up to where it is parsed, where a call begins
         self._held = ""  # blanks that may be between two fields

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -69,15 +69,24 @@ def answer_grammar(
         body = "text call | REST?" if at_most_one else "(text call)* REST?"
     if tools:
         rules += [f"VALUE: {_without(_CLOSE, '</parameter>', '<parameter=')} {_text(_END)}"] * is_xml
-        made = ((_xml if is_xml else _json)(tool["function"]) for tool in tools)
+        left = visits()
+        made = (_xml(tool["function"], left) if is_xml else _json(tool["function"]) for tool in tools)
         rules.append(f"call: ({' | '.join(made)}) {_mark(_CLOSE, special)}")
     lark = {"lark_grammar": "\n".join([f"start: {start} ({body})", *rules])}
     return {"grammar": json.dumps({"grammars": [lark, *others]})}
 
 
-def types_of(schema: Any, root: Any, seen: set[str], depth: int = 16) -> list[str]:
-    """The types of a value, also by what its schema refers to in ``root``; empty: it may have any. ``seen`` gets the references."""
-    if not isinstance(schema, dict) or not depth:
+def visits() -> Iterator[int]:
+    """How many parts of schemas `types_of` looks at for all tools of a request: many arguments may refer to one large schema."""
+    return iter(range(50_000))
+
+
+def types_of(schema: Any, root: Any, seen: set[str], left: Iterator[int], depth: int = 16) -> list[str]:
+    """The types of a value, also by what its schema refers to in ``root``; empty: it may have any.
+
+    ``seen`` gets the references. ``left``: `visits`; behind the last one a value may have any type.
+    """
+    if not isinstance(schema, dict) or not depth or next(left, None) is None:
         return []
     own, values = schema.get("type"), _values(schema)
     found = [each for each in (own if isinstance(own, list) else [own]) if isinstance(each, str)]
@@ -89,7 +98,7 @@ def types_of(schema: Any, root: Any, seen: set[str], depth: int = 16) -> list[st
         seen.add(target)
         parts.append(_at(root, target))
     for part in parts:
-        found += types_of(part, root, seen, depth - 1)
+        found += types_of(part, root, seen, left, depth - 1)
     return found + ["null"] * (schema.get("nullable") is True)
 
 
@@ -134,21 +143,21 @@ def _json(function: Mapping[str, Any]) -> str:
     return f"{_text(begin)} {schema} {_text(chr(125) + chr(10))}"
 
 
-def _xml(function: Mapping[str, Any]) -> str:
+def _xml(function: Mapping[str, Any], left: Iterator[int]) -> str:
     root, strict = function.get("parameters") or {}, function.get("strict") is True
     made, values = [_text(f"\n<function={function['name']}>\n")], root.get("properties") or {}
     for name, schema in values.items():
         if not re.fullmatch(r"[^<>\n]+", name):
             raise FieldError("tools", f"tools: {json.dumps(name)} cannot be written as the name of a parameter")
-        value = f"{_text(f'<parameter={name}>{chr(10)}')} {_value(schema, root, strict, name)}"
+        value = f"{_text(f'<parameter={name}>{chr(10)}')} {_value(schema, root, strict, name, left)}"
         made.append(value if name in root.get("required", ()) else f"({value})?")
     made += [r'("<parameter=" /[^<>\n]+/ ">\n" VALUE)*'] * (not values and not strict)
     return f"{' '.join(made)} {_text('</function>' + chr(10))}"
 
 
-def _value(schema: Any, root: Any, strict: bool, name: str) -> str:
+def _value(schema: Any, root: Any, strict: bool, name: str, left: Iterator[int]) -> str:
     """A value and the end of its tag. Texts have no quotes, so that of what constrains them only a list of values can be followed."""
-    types = types_of(schema, root, seen := set[str]())
+    types = types_of(schema, root, seen := set[str](), left)
     while isinstance(schema, dict) and schema.keys() - _SAYS_NOTHING == {"$ref"} and str(schema["$ref"]) in seen:
         seen.discard(schema["$ref"])
         schema = _at(root, schema["$ref"])

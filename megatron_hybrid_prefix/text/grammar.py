@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import subprocess
 import sys
 import threading
@@ -29,29 +28,34 @@ _FIELD = "structured_outputs"
 _LIMITS = {"max_items_in_row": 1000, "step_max_items": 5_000, "verbose_errors": False}
 # Compiles and makes the first mask, with a fraction of the stack that the engine's threads have.
 _CHILD = f"""
-import resource as r, sys
+import json, resource as r, sys
+text, special = json.load(sys.stdin)
 for kind, most in ((r.RLIMIT_AS, {LIMIT_BYTES}), (r.RLIMIT_CPU, {LIMIT_S}), (r.RLIMIT_STACK, 2**20), (r.RLIMIT_CORE, 0)):
     r.setrlimit(kind, (most, most))
 import llguidance as ll
 class Bytes:
     eos_token_id, bos_token_id = 256, None
-    tokens = [*(bytes([at]) for at in range(256)), b"<end>", *map(str.encode, sys.argv[1:])]
+    tokens = [*(bytes([at]) for at in range(256)), b"<end>", *map(str.encode, special)]
     special_token_ids = [*range(256, len(tokens))]
     __call__ = staticmethod(list)
 tokenizer = ll.LLTokenizer(ll.TokenizerWrapper(Bytes()))
-matcher = ll.LLMatcher(tokenizer, sys.stdin.read(), log_level=0, limits=ll.LLParserLimits(**{_LIMITS}))
+matcher = ll.LLMatcher(tokenizer, text, log_level=0, limits=ll.LLParserLimits(**{_LIMITS}))
 matcher.is_error() or matcher.compute_bitmask()
 sys.stdout.write(matcher.get_error())
 """
 
 
-def check_compiles(wanted: Mapping[str, Any]) -> None:
+def check_compiles(wanted: Mapping[str, Any], tokenizer: Any) -> None:
     """Compiles a grammar in a child, within the limits. Takes a tenth of a second; once for each grammar.
+
+    Args:
+        wanted: As of `AnswerGrammar`.
+        tokenizer: Likewise.
 
     Raises:
         FieldError: It cannot be compiled within `LIMIT_S` and `LIMIT_BYTES`, or there is no llguidance.
     """
-    _check(json.dumps(wanted))
+    _refuse(_problem_of(json.dumps(wanted), *getattr(tokenizer, "special", {}).values()))
 
 
 class AnswerGrammar:
@@ -80,6 +84,7 @@ class AnswerGrammar:
             raise FieldError(_FIELD, f"{_FIELD}: no token ends the answer (ignore_eos), but a grammar has an end")
         self._matcher = _compiled(tokenizer, size, json.dumps(wanted)).deep_copy()
         self._own_end, self._taken = size, 0
+        self._mask: np.ndarray[Any, np.dtype[np.uint32]] | None = None
         self.ends_now, self.stuck = False, ""
 
     def mask(self, answer: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint32]]:
@@ -93,13 +98,15 @@ class AnswerGrammar:
             bits if it is `stuck`.
         """
         matcher = self._matcher
+        if self._mask is not None and len(answer) == self._taken:  # asked for again: processed log-probs
+            return self._mask
         if len(answer) < self._taken:
             matcher.reset()
             self._taken = 0
         matcher.consume_tokens(list(answer[self._taken :]))
         self._taken = len(answer)
         # llguidance's end token is one more than the vocabulary has.
-        mask = np.empty(self._own_end // 32 + 1, dtype=np.uint32)
+        mask = self._mask = np.empty(self._own_end // 32 + 1, dtype=np.uint32)
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         is_complete = matcher.is_accepting()
         for token in (self._own_end, *self._ends):
@@ -129,21 +136,24 @@ def _compiled(tokenizer: Any, size: int, wanted: str) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _check(wanted: str) -> None:
+def _problem_of(wanted: str, *special: str) -> str:
+    """Why a grammar cannot be compiled; empty: it can. Raises FieldError if this may be otherwise the next time."""
     text, _ = _grammar(wanted)
     if not _SIDE_BY_SIDE.acquire(timeout=LIMIT_S):
         _refuse("others take long: try again")
     try:
-        command = [sys.executable, "-c", _CHILD, *sorted({*re.findall(r"<[^<>\s]+>", text)})]  # perhaps special tokens
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=2 * LIMIT_S, check=False)
+        given = json.dumps([text, [name for name in special if name in text]])
+        command = [sys.executable, "-c", _CHILD]
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=2 * LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         done = None
+    except OSError as error:
+        _refuse(f"no process to try it in: {error.strerror}")
     finally:
         _SIDE_BY_SIDE.release()
     if done is None or done.returncode:
-        _refuse(f"it takes more than {LIMIT_BYTES >> 20} MiB, {LIMIT_S} s or the stack")
-    else:
-        _refuse(done.stdout)
+        return f"it takes more than {LIMIT_BYTES >> 20} MiB, {LIMIT_S} s or the stack"
+    return done.stdout
 
 
 def parts_of(wanted: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -187,6 +187,7 @@ WRONG = {
     "deep": ({"json": json.loads('{"a":' * 900 + "1" + "}" * 900)}, "levels"),
     "infinite": ({"json": {"minimum": float("inf")}}, "cannot be compiled"),
     "long": ({"regex": "a" * 2**19}, "characters"),
+    "no text of Lark": ({"grammar": "start: \0"}, "cannot be compiled"),
     "stack": ({"grammar": CHAIN}, "MiB"),
     "memory": ({"json": {"type": "string", "allOf": [{"pattern": f".*{x}.*"} for x in range(20)]}}, "it takes"),
 }
@@ -208,7 +209,7 @@ def test_what_it_does_not_go_with_is_refused(tiny, tiny_mtp, monkeypatch):
     served = EngineHarness(tiny)
     with pytest.raises(ValueError, match="no token ends"):
         served.add([1, 2], 3, sampling_options={"structured_outputs": {"regex": "a"}})
-    grammar._check.cache_clear()
+    grammar._problem_of.cache_clear()
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"pip install 'megatron-hybrid-prefix\[grammar\]'"):
         ask(served, [1, 2], {"regex": "a"})

@@ -86,12 +86,8 @@ def cache_gb_for(
     shape = (block_tokens, heads, config.kv_channels)
     block = BlockShape(before=(2, config.count("*")), after=shape, dtype=getattr(torch, config.dtype))
     states_of = mamba_state_config(model).states
-    size, rings = (
-        slot_bytes(states_of.slots),
-        states_of.rings(
-            model.config.params_dtype, block_tokens=block_tokens, drafts=speculative_tokens, is_open=is_open
-        ),
-    )
+    size, dtype = slot_bytes(states_of.slots), model.config.params_dtype
+    rings = states_of.rings(dtype, block_tokens=block_tokens, drafts=speculative_tokens, is_open=is_open)
     page = PageLayout.of(block_bytes=block.bytes, state_bytes=size, alignment_bytes=ALIGNMENT_BYTES)
     own = own_bytes(size, rings, own_slots=1, requests=max_requests)
     total = blocks + 1 + ceil_div(states, page.page_states) * page.page_blocks

@@ -300,19 +300,15 @@ def check_decode(
     made = make(rows * steps * fed, seed, dtype=dtype, device=device, **dimensions)
     if not normalise:
         made["k"] = torch.nn.functional.normalize(made["k"], dim=-1)
-    held, made = (
-        rings_of(rows, entries, made, kept_dtype),
-        {name: x.unflatten(0, (rows, -1)) for name, x in made.items()},
-    )
+    held = rings_of(rows, entries, made, kept_dtype)
+    made = {name: x.unflatten(0, (rows, -1)) for name, x in made.items()}
     pool = (
         torch.randn(2 * rows, *made["v"].shape[2:3], made["k"].shape[-1], made["v"].shape[-1]).to(kept_dtype).to(device)
     )
     slots, rings = dice.sample(range(2 * rows), 2 * rows), dice.sample(range(rows), rows)
     pool[slots[rows:]] = NAN
-    origins, past = (
-        [dice.randrange(3 * interval) for _ in range(rows)],
-        [{name: x[0, :0] for name, x in made.items()}] * rows,
-    )
+    origins = [dice.randrange(3 * interval) for _ in range(rows)]
+    past = [{name: x[0, :0] for name, x in made.items()}] * rows
 
     def run(args, pool, held, *fields):
         pool, held = pool.clone(), {name: ring.clone() for name, ring in held.items()}

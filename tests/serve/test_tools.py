@@ -18,6 +18,7 @@ from megatron_hybrid_prefix.serve.detokenizer import TextStream
 from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.protocol import read_request
 from megatron_hybrid_prefix.text.answers import AnswerForm, AnswerParts, known_template
+from megatron_hybrid_prefix.text.calls import types_of, visits
 from megatron_hybrid_prefix.text.tokenizer import HuggingFaceTokenizer
 from tests.harness.tokenizer_folder import make_folder
 from tests.serve.test_clients import CHAT, served
@@ -205,6 +206,15 @@ def test_what_is_no_call():
     for each in wrong:
         parts, text = form.parts("", TOOLS), f"<tool_call>{each}</tool_call>"
         assert parts.feed(text, last=True) == [{"content": text}] and parts.unparsed == 1
+
+
+def test_types_of_arguments_are_looked_for_so_far():
+    """However many arguments refer to one large schema."""
+    large = {"$defs": {"large": {"anyOf": [{"const": at} for at in range(99)]}}}
+    assert {*types_of({"$ref": "#/$defs/large"}, large, set(), visits())} == {"integer"}
+    left = iter(range(50))
+    assert len(types_of({"$ref": "#/$defs/large"}, large, set(), left)) < 50 and next(left, None) is None
+    assert types_of({"type": "string"}, large, set(), left) == []
 
 
 def test_a_folder_says_how_its_answers_are(tmp_path):

@@ -60,7 +60,7 @@ class PrefixRequest:
         scores_version: Version of ``scores`` at the time of the last match.
         scored: Its prompt's log-probs, from its admission on; None without ``top_n``.
         counted_tokens: Tokens that the statistics have: forwards of them, or of the request that it continues, were published.
-        gave_up_fetch: Whether a load from the tier below the host was late or missing. The request tries no other.
+        gave_up_fetch: Whether a load from below the host was late or missing, or any found no room. The request tries no other.
         deadline_s: Until when it waits for the tier below the host (`time.monotonic` of this rank); None: it does not.
     """
 

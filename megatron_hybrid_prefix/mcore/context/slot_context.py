@@ -197,11 +197,8 @@ class SlotContext(ContextSeam, NoCache):
 
     def prepare_step(self, sizes: InferenceBatchDimensions, padded: InferenceBatchDimensions) -> None:
         active = slice(self.paused_request_count, self.total_request_count)
-        live, begins, lengths = (
-            self.live_indices[active],
-            self.request_kv_length_offsets[active],
-            self.request_query_lengths[active],
-        )
+        live, begins = self.live_indices[active], self.request_kv_length_offsets[active]
+        lengths = self.request_query_lengths[active]
         spans, slots = [], self.live_rows(live)
         if prefills := sizes.prefill_req_count:  # they come last
             columns = [column[-prefills:].tolist() for column in (self.request_ids[active], begins, lengths, slots)]

@@ -115,7 +115,7 @@ class RequestRules:
             if params.termination_id is None:
                 ends = barred | {getattr(tokenizer, "eod", None)} - {None}
             if torch.distributed.get_world_size() == 1:  # ranks decide alike, so not by time; the server has looked
-                check_compiles(options.structured_outputs)
+                check_compiles(options.structured_outputs, tokenizer)
             AnswerGrammar(options.structured_outputs, tokenizer, self._controller.vocab_size, ends)
         wants_prompt = params.return_log_probs and not params.skip_prompt_log_probs
         if wants_prompt and self._engine.materialize_only_last_token_logits:

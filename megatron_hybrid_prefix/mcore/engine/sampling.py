@@ -165,9 +165,11 @@ class RowSampling(Sampling):
                 masks[row] = record.grammar.mask(_answer_of(record))
         if not masks:
             return logits
-        words = torch.from_numpy(np.stack([*masks.values()]).view(np.int32)).pin_memory()
-        rows, places = (torch.tensor([*numbers]).to(logits.device, non_blocking=True) for numbers in (masks, range(32)))
-        barred = ((words.to(logits.device, non_blocking=True)[:, :, None] >> places) & 1 == 0).flatten(1)[:, :width]
+        # Bytes: a bit takes a byte of memory, not more.
+        words = torch.from_numpy(np.stack([*masks.values()]).view(np.uint8)).pin_memory()
+        given = (torch.tensor([*masks]), torch.arange(8, dtype=torch.uint8), words)
+        rows, places, words = (tensor.to(logits.device, non_blocking=True) for tensor in given)
+        barred = ((words[:, :, None] >> places) & 1 == 0).flatten(1)[:, :width]
         barred = torch.nn.functional.pad(barred, (0, width - barred.shape[1]), value=True)  # of a padded vocabulary
         return logits.index_copy(0, rows, logits[rows].masked_fill(barred, float("-inf")))
 

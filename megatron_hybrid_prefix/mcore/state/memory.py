@@ -125,8 +125,7 @@ class StateMemory:
     ) -> dict[str, torch.Tensor]:
         """Those of a recurrent layer, by its number."""
         kind = self._kinds[number]
-        names = [component.name for layout in layouts if layout.kind == kind for component in layout.components]
-        return {name: tensors[name][self._kinds[:number].count(kind)] for name in names}
+        return {name: tensors[name][self._kinds[:number].count(kind)] for name in _names(layouts, kind)}
 
     def flush(self, live_indices: Sequence[int], ends: Sequence[int], kept: Sequence[int]) -> None:
         """Live states advance to ``ends``, in tokens of their requests, and are written to slots ``kept``, too, unless those are negative."""
@@ -152,6 +151,11 @@ class StateMemory:
             kind.launch(parts)
 
 
+def _names(layouts: Sequence[StateLayout], kind: str) -> list[str]:
+    """Of the components of a kind."""
+    return [component.name for layout in layouts if layout.kind == kind for component in layout.components]
+
+
 class _FlushedKind:
     """All layers of a kind for `LayerKind.flush`: a state, or a ring, of any layer is one of many in one tensor.
 
@@ -163,14 +167,11 @@ class _FlushedKind:
     """
 
     def __init__(self, kind: str, memory: SharedMemory, slots: SlotLayout, max_requests: int) -> None:
-        def named(layouts: Sequence[StateLayout]) -> list[str]:
-            return [component.name for layout in layouts if layout.kind == kind for component in layout.components]
-
         self._kind, self._max_requests = KINDS[kind], max_requests
-        self._rings = {name: memory.rings[name].flatten(0, 1) for name in named(memory.ring_layout.kinds)}
+        self._rings = {name: memory.rings[name].flatten(0, 1) for name in _names(memory.ring_layout.kinds, kind)}
         self._states: dict[str, torch.Tensor] = {}
         self._places: dict[str, tuple[int, int, int]] = {}
-        for name in named(slots.kinds):
+        for name in _names(slots.kinds, kind):
             tensor = memory.states[name]
             (layers, rows, *shape), (of_layer, of_row, *strides) = tensor.shape, tensor.stride()
             unit = math.gcd(of_layer, of_row)  # between places, which overlap
