@@ -148,7 +148,7 @@ def main(options):
     sizes = {"block_tokens": options.block_tokens, "max_requests": MAX_REQUESTS, "is_open": True}
     blocks = PLENTY_TOKENS // options.block_tokens
     plenty = {"cache_gb": cache_gb_for(model, blocks, states=4 * MAX_REQUESTS, **sizes)}
-    tight = {"cache_gb": 3.5 * cache_gb_for(model, 24, states=4, **sizes), "host_gb": 2.0 if cuda else 0.05}
+    tight = {"cache_gb": cache_gb_for(model, 80, states=12, **sizes), "host_gb": 2.0 if cuda else 0.05}
     engines = {
         "eager": (plenty, {}),
         "async": (plenty, {"async_sched_mode": "async"}),
