@@ -136,6 +136,28 @@ def test_400_with_drafts():
             read_request(fields, "chat", served(has_drafts=True, chat=ChatForm(FAMILIES["hermes"][0])), None)
 
 
+def test_a_grammar_that_gets_stuck_is_400(server):
+    """Its end token is the only letter that goes on."""
+    body = {"model": "tiny", "prompt": "x", "structured_outputs": {"regex": "abc"}, "stop_token_ids": [ord("c")]}
+    status, answer = server.send("/v1/completions", body)
+    *chunks, last = server.events("/v1/completions", body)
+    assert status == 400 and "".join(chunk["choices"][0]["text"] for chunk in chunks) == "ab"
+    assert answer["error"] == last["error"] and answer["error"]["param"] == "structured_outputs"
+    assert answer["error"]["message"] == "structured_outputs: no token of the vocabulary goes on."
+
+
+def test_a_grammar_that_nobody_has_time_for_is_503(monkeypatch):
+    """A prompt that is too long is found before."""
+    monkeypatch.setattr(grammar, "_SIDE_BY_SIDE", threading.BoundedSemaphore(1))
+    monkeypatch.setattr(grammar, "LIMIT_S", 0)
+    body = ASKED | {"response_format": None, "structured_outputs": {"regex": "not compiled yet"}}
+    with grammar._SIDE_BY_SIDE:
+        for more, status, headers in (({}, 503, {"retry-after": "1"}), ({"max_tokens": 10**6}, 400, None)):
+            with pytest.raises(ApiError) as refused:
+                read_request(body | more, "chat", served(), None)
+            assert (refused.value.status, refused.value.headers) == (status, headers)
+
+
 def test_others_are_answered_while_a_grammar_is_compiled(server, monkeypatch):
     real, begun, go_on = grammar.subprocess.run, threading.Event(), threading.Event()
 
