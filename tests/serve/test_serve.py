@@ -769,14 +769,6 @@ def test_a_chat_template_may_use_what_transformers_offers(template, text):
     assert ChatForm(template).render([{"role": "user", "content": "<a> & 'b'"}]) == text
 
 
-@pytest.mark.parametrize(
-    "template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ namespace.__init__.__globals__ }}"]
-)
-def test_a_chat_template_cannot_leave_its_sandbox(template):
-    with pytest.raises(ValueError, match="refuses these messages"):
-        ChatForm(template).render([{"role": "user", "content": "x"}])
-
-
 @pytest.mark.parametrize(  # options of all commands: tests/cli/test_run_inference.py
     "argv, problem",
     [
