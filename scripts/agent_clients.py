@@ -40,19 +40,14 @@ TURNS, KEY = 5, "sk-agents"
 RULES = "The cache keeps keys and values of a prompt in blocks, and a state at the ends of some. " * 4
 HOW = {"temperature": 0, "max_tokens": 200}
 DRAWN = {"temperature": 1, "max_tokens": 400}
-CONFIG = {
-    "model_list": [
-        {
-            "model_name": MODEL,
-            "litellm_params": {
-                "model": f"hosted_vllm/{MODEL}",
-                "use_chat_completions_api": True,
-                "api_base": f"{URL}/v1",
-                "api_key": "none",
-            },
-        }
-    ]
+ADDRESS = {"base_url": f"{URL}/v1", "api_key": "none"}
+AS_VLLM = {
+    "model": f"hosted_vllm/{MODEL}",
+    "use_chat_completions_api": True,
+    "api_base": f"{URL}/v1",
+    "api_key": "none",
 }
+CONFIG = {"model_list": [{"model_name": MODEL, "litellm_params": AS_VLLM}]}
 
 
 class Look(BaseModel):
@@ -83,9 +78,8 @@ def asked(name):
 def reused():
     """Prompt tokens that the server did not compute, so far."""
     with urllib.request.urlopen(f"{URL}/metrics") as page:
-        return round(
-            sum(map(float, re.findall(r"^hybrid_prefix_reused_tokens_total\S* (\S+)", page.read().decode(), re.M)))
-        )
+        found = re.findall(r"^hybrid_prefix_reused_tokens_total\S* (\S+)", page.read().decode(), re.M)
+    return round(sum(map(float, found)))  # of all replicas
 
 
 def fits(arguments):
@@ -139,8 +133,7 @@ def chat_client(name, create):
 
 def with_langchain(name):
     """langchain-openai."""
-    address = {"base_url": f"{URL}/v1", "api_key": "none", "model": MODEL}
-    model, drawn = (langchain_openai.ChatOpenAI(**address, **how) for how in (HOW, DRAWN))
+    model, drawn = (langchain_openai.ChatOpenAI(model=MODEL, **ADDRESS, **how) for how in (HOW, DRAWN))
     caller = model.bind_tools(TOOLS, tool_choice="look", **ONE)
     history = asked(name)
 
@@ -161,7 +154,7 @@ def with_langchain(name):
 
 def with_pydantic_ai(name):
     """pydantic-ai: an output tool, which it forces itself, in five runs of one conversation; its own way to give a schema."""
-    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{URL}/v1", api_key="none"))
+    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(**ADDRESS))
     rules, question = (message["content"] for message in asked(name))
 
     def agent_of(output, how=HOW):
@@ -201,7 +194,7 @@ def with_openai_agents(name):
 
     def agent(**fields):
         how = agents.ModelSettings(**HOW | fields.pop("how", {}))
-        client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)  # for each loop of events
+        client = openai.AsyncOpenAI(**ADDRESS, max_retries=0)  # for each loop of events
         model = agents.OpenAIChatCompletionsModel(MODEL, client)
         return agents.Agent(name="agent", instructions=rules, model=model, model_settings=how, **fields)
 
@@ -219,7 +212,6 @@ def with_openai_agents(name):
                 yield call, answer.usage.input_tokens_details.cached_tokens
 
     turns = loop()
-
     check(
         name,
         lambda: agents.Runner.run_sync(agent(), question).final_output,
@@ -231,7 +223,7 @@ def with_openai_agents(name):
 
 def with_instructor(name):
     """instructor: objects by a named tool, five times; by ``response_format``."""
-    plain = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
+    plain = openai.OpenAI(**ADDRESS, max_retries=0)
     by_tool, by_schema = (
         instructor.from_openai(plain, mode=mode) for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA)
     )
@@ -262,7 +254,7 @@ def with_instructor(name):
 def with_anthropic(name, url):
     """anthropic's messages, through the proxy."""
     client = anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0)
-    (rules, question) = (message["content"] for message in asked(name))
+    rules, question = (message["content"] for message in asked(name))
     how, drawn = (
         {"max_tokens": each["max_tokens"], "extra_body": {"temperature": each["temperature"]}} for each in (HOW, DRAWN)
     )
@@ -294,7 +286,7 @@ def with_anthropic(name, url):
 def with_responses(name, url):
     """openai's responses, through the proxy."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
-    (rules, question) = (message["content"] for message in asked(name))
+    rules, question = (message["content"] for message in asked(name))
     fields = {"model": MODEL, "instructions": rules, "temperature": 0, "max_output_tokens": HOW["max_tokens"]}
     tools, history = [{"type": "function"} | FUNCTION], [{"role": "user", "content": question}]
 
@@ -354,11 +346,9 @@ def proxy():
 
 def main():
     """Runs all of them."""
-    address = {"base_url": f"{URL}/v1", "api_key": "none"}
-    create = openai.OpenAI(**address, max_retries=0).chat.completions.create
+    create = openai.OpenAI(**ADDRESS, max_retries=0).chat.completions.create
     chat_client("openai", lambda **fields: create(model=MODEL, **fields))
-    by_litellm = {"model": f"hosted_vllm/{MODEL}"} | address
-    chat_client("litellm", lambda **fields: litellm.completion(**by_litellm, **fields))
+    chat_client("litellm", lambda **fields: litellm.completion(f"hosted_vllm/{MODEL}", **ADDRESS, **fields))
     with_langchain("langchain")
     with_pydantic_ai("pydantic-ai")
     with_openai_agents("openai-agents")
