@@ -53,7 +53,7 @@ def check_compiles(wanted: Mapping[str, Any], tokenizer: Any) -> None:
         tokenizer: Likewise.
 
     Raises:
-        FieldError: It cannot be compiled within `LIMIT_S` and `LIMIT_BYTES`, or there is no llguidance.
+        FieldError: It cannot be compiled within `LIMIT_S` and `LIMIT_BYTES`, or there is no llguidance. Of an OSError: it was not tried.
     """
     _refuse(_problem_of(json.dumps(wanted), *getattr(tokenizer, "special", {}).values()))
 
@@ -69,16 +69,15 @@ class AnswerGrammar:
 
     Attributes:
         ends_now: Whether only an end token may come next.
-        stuck: Why nothing may come next, or the mask was too dear; empty: it is not so.
+        stuck: Why nothing may come next, or the mask was too dear, in one line; empty: it is not so.
 
     Raises:
         FieldError: The grammar cannot be compiled, there is no llguidance, or no end token.
     """
 
     def __init__(self, wanted: Mapping[str, Any], tokenizer: Any, vocab_size: int, ends: Collection[int]) -> None:
-        size = min(
-            vocab_size, getattr(tokenizer, "vocab_size", vocab_size)
-        )  # a model may have more, for which there is no text
+        # A model may have more tokens, for which there is no text.
+        size = min(vocab_size, getattr(tokenizer, "vocab_size", vocab_size))
         self._ends = [token for token in ends if 0 <= token < size]
         if not self._ends:
             raise FieldError(_FIELD, f"{_FIELD}: no token ends the answer (ignore_eos), but a grammar has an end")
@@ -112,7 +111,8 @@ class AnswerGrammar:
         for token in (self._own_end, *self._ends):
             mask[token // 32] &= ~(1 << token % 32) & 0xFFFFFFFF
         self.ends_now = is_complete and not mask.any()
-        self.stuck = matcher.get_error() or ("" if is_complete or mask.any() else "no token of the vocabulary goes on")
+        why = matcher.get_error() or ("" if is_complete or mask.any() else "no token of the vocabulary goes on")
+        self.stuck = f"{_FIELD}: {' '.join(why.split())[:200]}" if why else ""
         if self.stuck:
             mask[:] = 0xFFFFFFFF
         elif is_complete:
@@ -140,7 +140,7 @@ def _problem_of(wanted: str, *special: str) -> str:
     """Why a grammar cannot be compiled; empty: it can. Raises FieldError if this may be otherwise the next time."""
     text, _ = _grammar(wanted)
     if not _SIDE_BY_SIDE.acquire(timeout=LIMIT_S):
-        _refuse("others take long: try again")
+        _refuse("others take long: try again", TimeoutError())
     try:
         given = json.dumps([text, [name for name in special if name in text]])
         command = [sys.executable, "-c", _CHILD]
@@ -148,7 +148,7 @@ def _problem_of(wanted: str, *special: str) -> str:
     except subprocess.TimeoutExpired:
         done = None
     except OSError as error:
-        _refuse(f"no process to try it in: {error.strerror}")
+        _refuse(f"no process to try it in: {error.strerror}", error)
     finally:
         _SIDE_BY_SIDE.release()
     if done is None or done.returncode:
@@ -164,9 +164,9 @@ def parts_of(wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _refuse(problem: str) -> None:
+def _refuse(problem: str, cause: OSError | None = None) -> None:
     if problem:
-        raise FieldError(_FIELD, f"{_FIELD} cannot be compiled: {' '.join(problem.split())[:200]}")
+        raise FieldError(_FIELD, f"{_FIELD} cannot be compiled: {' '.join(problem.split())[:200]}") from cause
 
 
 def _grammar(wanted: str) -> tuple[str, Any]:

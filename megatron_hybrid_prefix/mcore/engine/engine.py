@@ -529,8 +529,8 @@ class HybridPrefixEngine(EngineSeam):
         stopped = super().take_stopped_ids(active_request_ids)
         wrong: frozenset[int] = getattr(self.controller, "wrong_ids", frozenset())
         left = self._records.keys() & {*active_request_ids} - stopped
-        grammars = {number: grammar for number in left if (grammar := self._records[number].grammar) is not None}
-        stuck = {number: f"its grammar: {grammar.stuck}" for number, grammar in grammars.items() if grammar.stuck}
+        grammars = {number: self._records[number].grammar for number in left}
+        stuck = {number: each.stuck for number, each in grammars.items() if each and each.stuck}
         self.removals.failing |= stuck | dict.fromkeys(wrong - stopped, NOT_FINITE)
         failed = (self._cached.failed_requests(wrong, active_request_ids) | stuck.keys()) - stopped
         if failed:
