@@ -82,7 +82,10 @@ class AnswerGrammar:
         if not self._ends:
             raise FieldError(_FIELD, f"{_FIELD}: no token ends the answer (ignore_eos), but a grammar has an end")
         self._matcher = _compiled(tokenizer, size, json.dumps(wanted)).deep_copy()
-        self._own_end, self._taken = size, 0
+        # llguidance's end token is one more than the vocabulary has.
+        self._text, self._taken = np.full(size // 32 + 1, 0xFFFFFFFF, dtype=np.uint32), 0
+        for token in (size, *self._ends):
+            self._text[token // 32] &= ~(1 << token % 32) & 0xFFFFFFFF
         self._mask: np.ndarray[Any, np.dtype[np.uint32]] | None = None
         self.ends_now, self.stuck = False, ""
 
@@ -104,14 +107,12 @@ class AnswerGrammar:
             self._taken = 0
         matcher.consume_tokens(list(answer[self._taken :]))
         self._taken = len(answer)
-        # llguidance's end token is one more than the vocabulary has.
-        mask = self._mask = np.empty(self._own_end // 32 + 1, dtype=np.uint32)
+        mask = self._mask = np.empty_like(self._text)
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        is_complete = matcher.is_accepting()
-        for token in (self._own_end, *self._ends):
-            mask[token // 32] &= ~(1 << token % 32) & 0xFFFFFFFF
-        self.ends_now = is_complete and not mask.any()
-        why = matcher.get_error() or ("" if is_complete or mask.any() else "no token of the vocabulary goes on")
+        mask &= self._text
+        is_complete, goes_on = matcher.is_accepting(), mask.any()
+        self.ends_now = is_complete and not goes_on
+        why = matcher.get_error() or ("" if is_complete or goes_on else "no token of the vocabulary goes on")
         self.stuck = f"{_FIELD}: {' '.join(why.split())[:200]}" if why else ""
         if self.stuck:
             mask[:] = 0xFFFFFFFF

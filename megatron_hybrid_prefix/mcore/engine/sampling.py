@@ -114,8 +114,11 @@ class RowSampling(Sampling):
             if record is None:
                 continue
             if record.options is not None:
+                megatrons, least = record.options.are_megatrons_later, record.options.min_tokens
+                if megatrons and not least:
+                    continue
                 request = RowRequest.of(record, drafts_before)
-                if record.options.are_megatrons_later and not request.barred:
+                if megatrons and not request.barred:
                     continue
                 own = logits[row] if gather_indices is None else logits[gather_indices[row : row + 1].long()][0]
                 tokens[row] = sample(own, request, self._generator)
@@ -167,10 +170,15 @@ class RowSampling(Sampling):
             return logits
         # Bytes: a bit takes a byte of memory, not more.
         words = torch.from_numpy(np.stack([*masks.values()]).view(np.uint8)).pin_memory()
-        given = (torch.tensor([*masks]), torch.arange(8, dtype=torch.uint8), words)
-        rows, places, words = (tensor.to(logits.device, non_blocking=True) for tensor in given)
+        words, places = (
+            words.to(logits.device, non_blocking=True),
+            torch.arange(8, dtype=torch.uint8, device=logits.device),
+        )
         barred = ((words[:, :, None] >> places) & 1 == 0).flatten(1)[:, :width]
         barred = torch.nn.functional.pad(barred, (0, width - barred.shape[1]), value=True)  # of a padded vocabulary
+        if len(masks) == len(logits):
+            return logits.masked_fill(barred, float("-inf"))
+        rows = torch.tensor([*masks]).to(logits.device, non_blocking=True)
         return logits.index_copy(0, rows, logits[rows].masked_fill(barred, float("-inf")))
 
 
