@@ -58,8 +58,8 @@ class HybridPrefixConfig:
     exact: ExactName | None = _setting(  # noqa: RUF009  (a field)
         None,
         "'bits': tokens and log-probs of a request have the same bits on a hit and on a miss, alone and in any batch, "
-        "however its prompt is cut into chunks, and after a preemption. Slower; answers are not cached; see "
-        "docs/bit-for-bit.md. None: they are the same up to rounding.",
+        "however its prompt is cut into chunks, and after a preemption. Slower; see docs/bit-for-bit.md. "
+        "None: they are the same up to rounding.",
     )
     retention_interval_tokens: int | None = _setting(
         None,
@@ -147,11 +147,6 @@ class HybridPrefixConfig:
     def states_are(self) -> StateDtypeName | None:
         """``state_dtype``; float32 where bits have to be equal, as a state is rounded where it is kept."""
         return "float32" if self.exact else self.state_dtype
-
-    @property
-    def caches_answers(self) -> bool:
-        """``decode_checkpoints``; False where bits have to be equal, as a decode rounds differently from a prefill."""
-        return self.decode_checkpoints and not self.exact
 
 
 def _attributes() -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_hybrid_prefix.console.hf import folder_of
 from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, read_text
+from megatron_hybrid_prefix.layers import components as of_layers
 from megatron_hybrid_prefix.layers.components import RINGS, gated_delta_net_components, mamba2_components, rings_of
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
 from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
@@ -106,6 +107,13 @@ class Sizes:
     def next_logits_bytes(self) -> int | None:
         """Bytes on the host of the logits of a checkpoint, for log-probs of prompts; None without a vocabulary."""
         return None if self.vocabulary is None else self.vocabulary * DTYPE_BYTES[self.config.dtype]
+
+    @property
+    def open_ring_bytes(self) -> int:
+        """Bytes of the rings of a running request with ``exact="bits"``, on one rank."""
+        chunks = [self.config.chunk_size if each.kind == "mamba2" else _DELTA_NET_CHUNK for each in self.layout.kinds]
+        rings, dtype = of_layers.OPEN_RINGS, self.config.dtype
+        return of_layers.open_rings_of(self.layout, rings, chunks, step_tokens=1, dtype=dtype).bytes(1)
 
     def rings(self, block_tokens: int, drafts: int) -> RingLayout:
         """What a running request has beside its state, on one rank."""

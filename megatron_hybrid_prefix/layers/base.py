@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from megatron_hybrid_prefix.layers.components import OPEN_RINGS
 from megatron_hybrid_prefix.ops.rings import RingRows, take_last
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.plugins import Registry
@@ -92,6 +93,16 @@ class LayerKind(ABC):
         if step_tokens == 1:
             return ()
         return tuple(replace(each, name=f"{each.name}_after", shape=(step_tokens, *each.shape)) for each in state)
+
+    def open_ring(
+        self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
+    ) -> tuple[StateComponent, ...]:
+        """The ring of a decode with a prefill's bits: the inputs of the open chunk of ``tokens``. Kinds of plugins have none by default."""
+        if self.name not in OPEN_RINGS:
+            raise ValueError(
+                f"layers of kind {self.name} have no decode with the bits of their prefill; use exact=None"
+            )
+        return OPEN_RINGS[self.name](state, tokens, step_tokens, dtype)
 
     def flush(
         self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: Mapping[str, RingRows]

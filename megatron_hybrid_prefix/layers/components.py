@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from megatron_hybrid_prefix.pool.layout import RingLayout, SlotLayout, StateComponent, StateLayout
 
@@ -68,7 +69,40 @@ def gated_delta_net_ring(
     )
 
 
+def mamba2_open_ring(
+    state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
+) -> tuple[StateComponent, ...]:
+    """Inputs of the convolution; and what the scan gets of a chunk's tokens: x and B, and dt as it comes."""
+    recent, inputs, steps = mamba2_ring(state, tokens, step_tokens, dtype)
+    return (
+        recent,
+        replace(inputs, shape=(tokens, *inputs.shape[1:])),
+        StateComponent(name="ssm_dt", shape=(tokens, steps.shape[2]), dtype=dtype),
+    )
+
+
+def gated_delta_net_open_ring(
+    state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
+) -> tuple[StateComponent, ...]:
+    """Inputs of the convolution; and what the scan gets of a chunk's tokens: keys, values, decays, and beta."""
+    recent, *others = gated_delta_net_ring(state, tokens, step_tokens, dtype)
+    keys, values, decays = (replace(each, shape=(tokens, *each.shape[1:])) for each in others)
+    values, beta = replace(values, name="gdn_values", dtype=dtype), replace(decays, name="gdn_beta", dtype=dtype)
+    return recent, keys, values, decays, beta
+
+
 RINGS: Mapping[str, Ring] = {"mamba2": mamba2_ring, "gated_delta_net": gated_delta_net_ring}
+OPEN_RINGS: Mapping[str, Ring] = {"mamba2": mamba2_open_ring, "gated_delta_net": gated_delta_net_open_ring}
+
+
+def open_rings_of(
+    slots: SlotLayout, rings: Mapping[str, Ring], chunk_tokens: Sequence[int], *, step_tokens: int, dtype: str
+) -> RingLayout:
+    """The rings of a model whose decodes have a prefill's bits, by the chunk of each kind; else as `rings_of`."""
+    kinds = []
+    for of, tokens in zip(slots.kinds, chunk_tokens, strict=True):
+        kinds.append(replace(of, components=rings[of.kind](of.components, tokens, step_tokens, dtype)))
+    return RingLayout(tokens=1, kinds=tuple(kinds), is_open=True)
 
 
 def rings_of(

@@ -22,11 +22,17 @@ from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
 from megatron_hybrid_prefix.layers.step import PrefillStep
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
 from megatron_hybrid_prefix.ops.delta_gates import gates
-from megatron_hybrid_prefix.ops.delta_rule import flush_delta_rule, scan_delta_rule, update_delta_rule
+from megatron_hybrid_prefix.ops.delta_rule import (
+    continue_delta_rule,
+    flush_delta_rule,
+    scan_delta_rule,
+    update_delta_rule,
+)
 from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, check_heads
 from megatron_hybrid_prefix.ops.gated_norm import gated_rms_norm
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, flush_windows
-from megatron_hybrid_prefix.ops.rings import RingRows
+from megatron_hybrid_prefix.ops.rings import OpenRows, RingRows
+from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.pool.layout import StateComponent
 from megatron_hybrid_prefix.upstream.delta_net import GatedDeltaNet
 from megatron_hybrid_prefix.upstream.overrides import is_known
@@ -56,6 +62,11 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         convolved = convolve_tokens(qkv, states[GDN_CONV], weight, bias, recent=ring["gdn_recent"], rows=rows)
         q, k, v, z, log_decay, beta = self._by_head(convolved, *gates)
+        if isinstance(rows, OpenRows):
+            q, k, v, log_decay, beta = (each.squeeze(1) for each in (q, k, v, log_decay, beta))
+            state, chunks, unit = states[GDN_STATE], rows.chunks[CHUNK], self.use_qk_l2norm
+            y = continue_delta_rule(q, k, v, log_decay, beta, state, chunks, rings=_open(ring), normalise=unit)
+            return self._gated(y.unsqueeze(1), z)
         y = update_delta_rule(
             q,
             k,
@@ -95,8 +106,10 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
             states[GDN_STATE],
             normalise=self.use_qk_l2norm,
             chunk_bounds=chunks.bounds,
-            **slots,
+            **(step.slots_of_states(CHUNK) if step.is_open else slots),
         )
+        if step.is_open:
+            step.leave_open(CHUNK, states[GDN_STATE], *zip(_open(states), (k, v, log_decay, beta), strict=True))
         return self._gated(y, z)
 
     def _parts(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -132,6 +145,11 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
         normed: torch.Tensor = norm(y.reshape(-1, self.value_head_dim)).view(y.shape)
         gate: torch.Tensor = self.act_fn(z.float())
         return (normed * gate).to(y.dtype).flatten(-2)
+
+
+def _open(ring: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The rings of an open chunk, in the order of `continue_delta_rule`."""
+    return [ring[name] for name in ("gdn_keys", "gdn_values", "gdn_decays", "gdn_beta")]
 
 
 class GatedDeltaNetKind(LayerKind):
@@ -188,7 +206,11 @@ class GatedDeltaNetKind(LayerKind):
         self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: Mapping[str, RingRows]
     ) -> None:
         flush_windows(states[GDN_CONV], ring["gdn_recent"], rows[GDN_CONV])
-        flush_delta_rule(states[GDN_STATE], ring["gdn_keys"], ring["gdn_written"], ring["gdn_decays"], rows[GDN_STATE])
+        state, own = states[GDN_STATE], rows[GDN_STATE]
+        if "gdn_values" in ring:  # the state is there
+            copy_slots(state[None], state[None], own.slots, own.kept)
+        else:
+            flush_delta_rule(state, ring["gdn_keys"], ring["gdn_written"], ring["gdn_decays"], own)
 
     def invalidate(self, module: torch.nn.Module) -> None:
         """Nothing is derived from weights."""

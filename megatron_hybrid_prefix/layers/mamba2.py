@@ -15,8 +15,9 @@ from megatron_hybrid_prefix.layers.components import mamba2_components, mamba2_r
 from megatron_hybrid_prefix.layers.step import PrefillStep
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, flush_states, flush_windows, update_states
-from megatron_hybrid_prefix.ops.mamba_scan import scan_by_slots
-from megatron_hybrid_prefix.ops.rings import RingRows
+from megatron_hybrid_prefix.ops.mamba_scan import continue_scan, scan_by_slots
+from megatron_hybrid_prefix.ops.rings import OpenRows, RingRows
+from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.pool.layout import StateComponent
 from megatron_hybrid_prefix.upstream.mixer import MambaMixer, StepSeam, refresh_decode_parameters
 
@@ -34,18 +35,35 @@ class HybridPrefixMambaMixer(StepSeam):
         z, xBC, dt = self._parts(zxBCdt)
         weight, bias = self.cp.get_conv1d_weight().squeeze(1), self.cp.get_conv1d_bias()
         convolved = convolve_tokens(xBC, states["conv"], weight, bias, recent=ring["conv_recent"], rows=rows)
-        y = update_states(
-            convolved,
-            dt,
-            states["ssm"],
-            rows,
-            inputs=ring["ssm_inputs"],
-            steps=ring["ssm_steps"],
-            A=self.decode_rates(),
-            D=self.cp.get_D(),
-            dt_bias=self.cp.get_dt_bias(),
-            z=None if self.rmsnorm else z,
-        )
+        if isinstance(rows, OpenRows):
+            (xBC,), (dt,), (gate,) = (each.unbind(1) for each in (convolved, dt, z))
+            D = self.cp.get_D()
+            y = continue_scan(
+                xBC,
+                states["ssm"],
+                rows.chunks[self.chunk_size],
+                dt=dt,
+                z=None if self.rmsnorm else gate.unflatten(1, (-1, self.headdim)),
+                A=self.decode_rates(),
+                D=D.float().view(-1, self.headdim) if self.D_has_hdim else D,
+                dt_bias=self.cp.get_dt_bias(),
+                inputs=ring["ssm_inputs"],
+                ring=ring["ssm_dt"],
+            )
+            y = y.flatten(1).unsqueeze(1)
+        else:
+            y = update_states(
+                convolved,
+                dt,
+                states["ssm"],
+                rows,
+                inputs=ring["ssm_inputs"],
+                steps=ring["ssm_steps"],
+                A=self.decode_rates(),
+                D=self.cp.get_D(),
+                dt_bias=self.cp.get_dt_bias(),
+                z=None if self.rmsnorm else z,
+            )
         return self.norm(y, z) if self.rmsnorm else y
 
     def _parts(self, zxBCdt: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -58,6 +76,7 @@ class HybridPrefixMambaMixer(StepSeam):
     ) -> torch.Tensor:
         tokens, groups = zxBCdt.shape[0], self.ngroups_local_tp * self.d_state
         chunks, slots = step.chunks[self.chunk_size], step.slots(self.chunk_size)
+        of_states = step.slots_of_states(self.chunk_size) if step.is_open else slots
         z, xBC, dt = self._parts(zxBCdt.squeeze(1))
         convolved = convolve_from_slots(  # reads the sources before windows are written
             xBC,
@@ -70,23 +89,26 @@ class HybridPrefixMambaMixer(StepSeam):
         )
         write_conv_windows(xBC, conv_state, chunk_bounds=chunks.bounds, **slots)
         x, B, C = torch.split(convolved, [self.d_inner_local_tp, groups, groups], dim=-1)
-        D = self.cp.get_D()
-        by_head = (-1, self.headdim)
+        D, by_head = self.cp.get_D(), (-1, self.headdim)
         y = scan_by_slots(
             ssm_state,
             chunks.bounds,
-            **slots,
+            **of_states,
             x=x.unflatten(1, by_head),
             dt=dt,
             A=-torch.exp(self.cp.get_A_log().float()),
             B=B.unflatten(1, (-1, self.d_state)),
             C=C.unflatten(1, (-1, self.d_state)),
-            D=D.float().view(-1, self.headdim) if self.D_has_hdim else D,
+            D=D.float().view(by_head) if self.D_has_hdim else D,
             z=None if self.rmsnorm else z.unflatten(1, by_head),
             dt_bias=self.cp.get_dt_bias(),
             chunk_tokens=self.chunk_size,
             wrong=step.wrong,
         )
+        if step.is_open:
+            ring = self.ring_of_step()
+            left = (ring["ssm_inputs"], convolved[:, : -C.shape[1]]), (ring["ssm_dt"], dt)
+            step.leave_open(self.chunk_size, ssm_state, *left)
         y = y.view(tokens, 1, -1)
         return self.norm(y, z.unsqueeze(1)) if self.rmsnorm else y
 
@@ -130,7 +152,11 @@ class Mamba2(LayerKind):
         self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: Mapping[str, RingRows]
     ) -> None:
         flush_windows(states["conv"], ring["conv_recent"], rows["conv"])
-        flush_states(states["ssm"], ring["ssm_inputs"], ring["ssm_steps"], rows["ssm"])
+        state, own = states["ssm"], rows["ssm"]
+        if "ssm_dt" in ring:  # the state is there
+            copy_slots(state[None], state[None], own.slots, own.kept)
+        else:
+            flush_states(state, ring["ssm_inputs"], ring["ssm_steps"], own)
 
     def invalidate(self, module: torch.nn.Module) -> None:
         refresh_decode_parameters(module)

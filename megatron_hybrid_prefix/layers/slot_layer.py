@@ -42,16 +42,17 @@ class SlotLayer:
                 hidden_states, *args, inference_context=inference_context, **kwargs
             )
         rows, states = rows_of_step(inference_context), inference_context.states_of_layer(self.slot_layer_number)
+        ring = inference_context.ring_of_layer(self.slot_layer_number)
         inputs = self.slot_inputs(hidden_states)
         decoded = prefilled = None
         if rows.decodes:
             first = inputs[: rows.decodes * rows.decode_tokens].view(rows.decodes, rows.decode_tokens, -1)
-            ring = inference_context.ring_of_layer(self.slot_layer_number)
             decoded = self.slot_decode_rows(first, states, ring, inference_context.decode_rows)
             decoded = decoded.flatten(0, 1).unsqueeze(1)
         if rows.prefills:
             later = rows_after(inputs, rows.counts) if rows.decodes else inputs
-            prefilled = self.slot_prefill(later.squeeze(1), states, step).unsqueeze(1)
+            both = {**states, **ring} if step.is_open else states
+            prefilled = self.slot_prefill(later.squeeze(1), both, step).unsqueeze(1)
         if decoded is None or prefilled is None:
             return self.slot_outputs(prefilled if decoded is None else decoded)
         return self.slot_outputs(merge_rows(decoded, prefilled, rows.counts, rows.tokens))
@@ -116,7 +117,7 @@ class SlotLayer:
 
         Args:
             inputs: (tokens, width), packed; rows after the last sequence are padding.
-            states: This layer's, by component name: ``(slots, *shape)``.
+            states: This layer's, by component name: ``(slots, *shape)``; and its rings, where the step leaves chunks open.
             step: Where each sequence starts from, where its states go, and its chunks: those of the kind's quantum.
 
         Returns:

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_hybrid_prefix.ops.rings import RingRows
+from megatron_hybrid_prefix.ops.rings import OpenChunks, OpenRows, RingRows
+from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.support.arithmetic import round_up
 
@@ -41,6 +43,10 @@ class ChunkGrid:
             position = min(next_chunk, next_block, end_tokens)
             ends.append(position)
         return ends
+
+    def begin(self, position_tokens: Any) -> Any:
+        """Where the chunk begins that is open after so many tokens, integers; the position itself at the end of a chunk."""
+        return position_tokens - np.minimum(position_tokens % self.chunk_tokens, position_tokens % self.block_tokens)
 
     def max_chunks(self, tokens: int, sequences: int) -> int:
         """Upper bound on the chunks of ``sequences`` spans with ``tokens`` tokens in total; an empty span has one chunk."""
@@ -66,6 +72,7 @@ class PrefillSpan:
         source_slot: Slot of the state that it starts from.
         live_slot: Slot of the request's live state, for its final state.
         kept: Checkpoints to write, inside the span or at its end: slots by position, in tokens of the request.
+        ring: The request's ring, by its live index.
     """
 
     start_tokens: int
@@ -73,6 +80,7 @@ class PrefillSpan:
     source_slot: int
     live_slot: int
     kept: Mapping[int, int] = field(default_factory=dict)
+    ring: int = 0
 
 
 @dataclass(slots=True)
@@ -123,6 +131,8 @@ class PrefillStep:
         max_tokens: Maximum tokens of a step.
         max_sequences: Maximum sequences of a step.
         device: Device of the layers.
+        is_open: Whether the last chunk of a sequence stays open, for a decode with a prefill's bits: where a chunk is open, the live slot
+            gets the state before it, and the ring its tokens (`leave_open`).
 
     Attributes:
         buffer: uint8, device memory of the attributes below.
@@ -149,7 +159,9 @@ class PrefillStep:
         max_tokens: int,
         max_sequences: int,
         device: torch.device | int | str,
+        is_open: bool = False,
     ) -> None:
+        self.is_open = is_open
         self._grids = {
             quantum: ChunkGrid(chunk_tokens=quantum, block_tokens=block_tokens) for quantum in sorted(set(quanta))
         }
@@ -162,8 +174,12 @@ class PrefillStep:
         sizes += [("token_source", max_tokens, np.int32), ("token_start", max_tokens, np.int32)]
         for quantum, chunks in most_chunks.items():
             sizes += [(f"bounds{quantum}", chunks + 1, np.int32)]
+            if is_open:
+                sizes += [(f"live{quantum}", max_sequences, np.int64), (f"copied{quantum}", max_sequences, np.int64)]
+                sizes += [(f"scanned{quantum}", chunks, np.int64), (f"entries{quantum}", max_tokens, np.int64)]
         self._pinned, self.buffer, self._arrays, self._tensors = _allocate(sizes, device)
         self.wrong = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self._tokens = torch.arange(max_tokens if is_open else 0, device=device)
         self._sizes = (0, 0)
         self._shown: tuple[int, int] | None = None
         self.chunks: dict[int, Chunks] = {}
@@ -190,6 +206,9 @@ class PrefillStep:
         self._fill("token_start", np.repeat(starts, lengths) if lengths else (), tokens, 0)
         for quantum, grid in self._grids.items():
             self._cut(quantum, grid, spans, chunks=grid.max_chunks(tokens, sequences), sequences=sequences)
+            if self.is_open:
+                self._fill(f"entries{quantum}", (), tokens, NO_SLOT)
+                self._leave_open(quantum, grid, spans, chunks=grid.max_chunks(tokens, sequences), sequences=sequences)
         self._sizes = (tokens, sequences)
 
     def copy(self) -> None:
@@ -224,6 +243,53 @@ class PrefillStep:
             "live_slots": self.live_slots,
             "chunk_slots": chunks.slots,
         }
+
+    def slots_of_states(self, quantum: int) -> dict[str, torch.Tensor]:
+        """`slots` for what is written at ends of chunks alone: where the last is open, the live slot is that of an earlier one."""
+        slots = self.slots(quantum)
+        live, scanned = self._tensors[f"live{quantum}"], self._tensors[f"scanned{quantum}"]
+        return slots | {
+            "live_slots": live[: len(self.live_slots)],
+            "chunk_slots": scanned[: len(slots["chunk_slots"])],
+        }
+
+    def leave_open(self, quantum: int, states: torch.Tensor, *left: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """After a scan, what a decode goes on from: the state before each open chunk, and the chunk's tokens.
+
+        Args:
+            quantum: Of the layer.
+            states: (slots, *shape), the layer's.
+            left: Each a ring (rings, chunk, *shape), and the step's tokens (tokens, *shape), contiguous inside a token.
+        """
+        copied = self._tensors[f"copied{quantum}"][: len(self.live_slots)]
+        copy_slots(states[None], states[None], copied, self.live_slots)
+        for ring, tokens in left:
+            entries = self._tensors[f"entries{quantum}"][: len(tokens)]
+            copy_slots(tokens[None], ring.flatten(0, 1)[None], self._tokens[: len(tokens)], entries)
+
+    def _leave_open(
+        self, quantum: int, grid: ChunkGrid, spans: Sequence[PrefillSpan], *, chunks: int, sequences: int
+    ) -> None:
+        """The live slot of a sequence with an open chunk is that of the chunk before, or gets a copy of a checkpoint or the source."""
+        first, bounds, slots = (self._arrays[f"{name}{quantum}"] for name in ("first", "bounds", "slots"))
+        scanned, live, copied = slots[:chunks].copy(), [], []
+        for number, span in enumerate(spans):
+            end = span.start_tokens + span.tokens
+            begin, last = int(grid.begin(end)), int(first[number + 1]) - 1
+            if begin == end:
+                live.append(span.live_slot)
+                copied.append(NO_SLOT)
+                continue
+            before = span.source_slot if begin <= span.start_tokens else int(slots[last - 1])
+            if before == NO_SLOT:
+                scanned[last - 1] = span.live_slot
+            live.append(NO_SLOT)
+            copied.append(NO_SLOT if before == span.live_slot else before)
+            entries, row = self._arrays[f"entries{quantum}"], int(bounds[last + 1])
+            entries[row - (end - begin) : row] = np.arange(end - begin) + span.ring * quantum
+        self._fill(f"scanned{quantum}", scanned, chunks, NO_SLOT)
+        self._fill(f"live{quantum}", live, sequences, NO_SLOT)
+        self._fill(f"copied{quantum}", copied, sequences, NO_SLOT)
 
     def _cut(self, quantum: int, grid: ChunkGrid, spans: Sequence[PrefillSpan], *, chunks: int, sequences: int) -> None:
         bounds, first = [0], [0]
@@ -261,6 +327,7 @@ class DecodeStep:
         ring_tokens: See `RingLayout`.
         max_requests: Maximum of running requests.
         device: Device of the layers.
+        grids: Where the chunks of each quantum end, for decodes with a prefill's bits; else none.
 
     Attributes:
         origins: (max_requests,) int32, by live index: the position of the state in its slot, after the last step.
@@ -269,23 +336,40 @@ class DecodeStep:
 
     rows: RingRows
 
-    def __init__(self, ring_tokens: int, *, max_requests: int, device: torch.device | int | str) -> None:
-        self._ring_tokens = ring_tokens
+    def __init__(
+        self,
+        ring_tokens: int,
+        *,
+        max_requests: int,
+        device: torch.device | int | str,
+        grids: Sequence[ChunkGrid] = (),
+    ) -> None:
+        self._ring_tokens, self._grids = ring_tokens, grids
+        self._first = torch.arange(max_requests + 1, device=device)
+        self._none = torch.full_like(self._first, NO_SLOT)
         self.origins = np.zeros(max_requests, dtype=np.int32)
         sizes: list[tuple[str, int, type[np.int32 | np.int64]]]
         sizes = [("rings", max_requests, np.int64)]
+        for grid in grids:
+            size = grid.chunk_tokens
+            sizes += [(f"{name}{size}", max_requests * size, np.int64) for name in ("entries", "rows")]
+            sizes += [(f"{name}{size}", max_requests, np.int64) for name in ("last", "added", "sources", "filled")]
         sizes += [(name, max_requests, np.int32) for name in ("positions", "origins", "ends")]
+        sizes += [(f"bounds{grid.chunk_tokens}", max_requests + 1, np.int32) for grid in grids]
         self._pinned, self._buffer, self._arrays, self._tensors = _allocate(sizes, device)
         self._tensors["kept"] = torch.full_like(self._tensors["rings"], NO_SLOT)  # flushes of their own keep states
         self._next: tuple[_Integers, _Integers] = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
-    def prepare(self, live_indices: _Integers, begins: _Integers, lengths: _Integers, *, decodes: int) -> None:
+    def prepare(
+        self, live_indices: _Integers, begins: _Integers, lengths: _Integers, slots: _Integers, *, decodes: int
+    ) -> None:
         """Describe the next step; the device has it after `copy`.
 
         Args:
             live_indices: Of its requests, those that decode first.
             begins: Where each begins, in tokens of the request.
             lengths: Tokens of each.
+            slots: The live slot of each, as a row of the tensors of states.
             decodes: How many decode.
         """
         own, positions = live_indices[:decodes], begins[:decodes]
@@ -294,6 +378,27 @@ class DecodeStep:
         for name, values in (("rings", own), ("positions", positions), ("origins", origins), ("ends", ends)):
             self._arrays[name][:decodes] = values
         self._next = live_indices.copy(), np.concatenate([ends, begins[decodes:] + lengths[decodes:]])
+        for grid in self._grids:
+            self._open(grid, own, positions, slots[:decodes])
+
+    def _open(self, grid: ChunkGrid, own: _Integers, positions: _Integers, slots: _Integers) -> None:
+        """The open chunks of a quantum, see `OpenChunks`."""
+        size, counts = grid.chunk_tokens, positions + 1 - grid.begin(positions)
+        bounds = np.concatenate([[0], np.cumsum(counts)])
+        rows = np.repeat(np.arange(len(own)), counts)
+        fills = grid.begin(positions + 1) == positions + 1
+        values = {
+            "bounds": (bounds, bounds[-1]),
+            "rows": (rows, 0),
+            "entries": (own[rows] * size + np.arange(len(rows)) - bounds[rows], 0),
+            "last": (bounds[1:] - 1, 0),
+            "added": (own * size + counts - 1, NO_SLOT),
+            "sources": (slots, 0),
+            "filled": (np.where(fills, slots, NO_SLOT), NO_SLOT),
+        }
+        for name, (filled, padding) in values.items():
+            array = self._arrays[f"{name}{size}"]
+            array[: len(filled)], array[len(filled) :] = filled, padding
 
     def copy(self) -> None:
         """Copy the prepared step to the device: it runs next. Do not call `prepare` again before this copy is done."""
@@ -303,7 +408,18 @@ class DecodeStep:
 
     def show(self, slots: torch.Tensor) -> None:
         """The prepared step runs now. ``slots``: (rows,) int64 on the device, the live slot of each row; negative: padding."""
-        self.rows = RingRows(slots, **{name: tensor[: len(slots)] for name, tensor in self._tensors.items()})
+        count = len(slots)
+        fields = {name: self._tensors[name][:count] for name in ("rings", "positions", "origins", "ends", "kept")}
+        if not self._grids:
+            self.rows = RingRows(slots, **fields)
+            return
+        self.rows = rows = OpenRows(slots, **fields)
+        rows.chunks = {}
+        for size in (grid.chunk_tokens for grid in self._grids):
+            lengths = {"bounds": count + 1, "entries": count * size, "rows": count * size}
+            lengths |= dict.fromkeys(("last", "added", "sources", "filled"), count)
+            packed = {name: self._tensors[f"{name}{size}"][:length] for name, length in lengths.items()}
+            rows.chunks[size] = OpenChunks(first=self._first[: count + 1], none=self._none[:count], **packed)
 
     def advance(self, live_indices: Sequence[int], ends: Sequence[int]) -> Sequence[int]:
         """The states of these live indices will be those at ``ends``, by a launch of its own. Returns where they are."""

@@ -20,6 +20,7 @@ The state is carried in float32 and rounded to the type of the pool where it is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -27,7 +28,7 @@ import torch
 from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, EPSILON, scan_by_kernels, update_by_kernel
 from megatron_hybrid_prefix.ops.elementwise import compute_dtype
 from megatron_hybrid_prefix.ops.invariant import scope
-from megatron_hybrid_prefix.ops.rings import RingRows, sums_after
+from megatron_hybrid_prefix.ops.rings import OpenChunks, RingRows, sums_after
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel
 
 
@@ -170,6 +171,37 @@ def update_delta_rule(
             meets = unit[:, 1] * (both[:, 0] * both[:, 1]).sum(-1, keepdim=True)
             outputs[group, t] = (scale * (sums[:, 1] + meets * write[entry])).to(outputs.dtype)
     return outputs
+
+
+def continue_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    chunks: OpenChunks,
+    *,
+    rings: Sequence[torch.Tensor],
+    normalise: bool,
+) -> torch.Tensor:
+    """One token of each row, with the bits that `scan_delta_rule` gives it.
+
+    Args:
+        q: (rows, key heads, K); this and the next five as there, one token a row.
+        chunks: The open chunks.
+        rings: Of k, v, log-decays and beta: (rings, 64, *shape).
+        normalise: As there.
+
+    Returns:
+        (rows, value heads, V) in v's type; undefined in rows of padding.
+    """
+    slots = {"chunk_bounds": chunks.bounds} | chunks.slots
+    if v.dtype != torch.float64 and runs_kernel(v):  # which read the rings in place
+        k, v, g, b = (chunks.add(*each) for each in zip(rings, (k, v, log_decay, beta), strict=True))
+        return scan_by_kernels(q, k, v, g, b, states, normalise=normalise, added=chunks.added, **slots)
+    k, v, g, b = (chunks.with_new(*each) for each in zip(rings, (k, v, log_decay, beta), strict=True))
+    return scan_delta_rule(q[chunks.rows], k, v, g, b, states, normalise=normalise, **slots)[chunks.last]
 
 
 def flush_delta_rule(

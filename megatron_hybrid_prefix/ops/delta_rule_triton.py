@@ -99,8 +99,9 @@ def scan_by_kernels(
     chunk_slots: torch.Tensor,
     *,
     normalise: bool,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`scan_delta_rule` on a GPU.
+    """`scan_delta_rule` on a GPU. With ``added``, of `OpenChunks`, k, v, log-decays and beta are rings, q and results of new tokens.
 
     All chunks of a sequence but the first and the last must hold `CHUNK` tokens; the first and the last at most so many.
     An empty chunk must be the only one of its sequence, and have no slot. Temporary memory: for each chunk and value head
@@ -112,7 +113,10 @@ def scan_by_kernels(
     check_heads(v.dtype, key_size, value_size)
     if not chunks:
         return torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    outputs = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    outputs = (
+        torch.empty(v.shape, dtype=v.dtype, device=v.device) if added is None else v.new_zeros(chunks, *v.shape[1:])
+    )
+    opened = {"OPEN": added is not None}
     q, k, v = (_aligned(tensor) for tensor in (q, k, v))
     log_decay, beta = log_decay.contiguous(), beta.contiguous()
     assert states[0].is_contiguous()
@@ -138,15 +142,16 @@ def scan_by_kernels(
         decays,
         outputs,
         chunk_bounds,
+        chunk_bounds if added is None else added,
         q.stride(0),
         k.stride(0),
         v.stride(0),
-        tokens,
+        tokens if added is None else 0,
         key_size**-0.5,
         EPSILON,
         heads,
         key_heads,
-        **options.prepare,
+        **options.prepare | opened,
     )
     # Not autotuned: a kernel that writes slots in place must not be run more often than asked for.
     _pass_kernel[(triton.cdiv(value_size, options.pass_on["BLOCK_V"]), heads, source_slots.shape[0])](
@@ -164,12 +169,13 @@ def scan_by_kernels(
         source_slots,
         live_slots,
         chunk_slots,
+        chunk_bounds if added is None else added,
         q.stride(0),
         k.stride(0),
         states.stride(0),
         heads,
         key_heads,
-        **options.pass_on,
+        **options.pass_on | opened | ({} if added is None else {"num_stages": 1}),
     )
     return outputs
 
@@ -269,6 +275,7 @@ def _prepare_kernel(
     decays_ptr: tl.tensor,  # (chunks, heads) float32: how much of the state is left after the chunk
     out_ptr: tl.tensor,  # (tokens, heads, V), contiguous: zero after the last chunk
     bounds_ptr: tl.tensor,
+    added_ptr: tl.tensor,  # (chunks,): with OPEN the entries of a ring that chunks end with
     stride_q: tl.int64,
     stride_k: tl.int64,
     stride_v: tl.int64,
@@ -288,8 +295,12 @@ def _prepare_kernel(
     NORMALISE: tl.constexpr,
     PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
+    OPEN: tl.constexpr,
 ) -> None:
     """One program: one head of one chunk. Rows after the chunk's end are zero in all that it writes.
+
+    Of an open one, rows that `_pass_kernel` does not read are not written: those after its end, and of scores all but that of the last
+    token, whose query is the row of the chunk.
 
     It inverts I + A, where A[i, j] = beta_i exp(g_i - g_j) k_i k_j for j < i. Blocks on the diagonal are inverted by
     substitution; with D, the matrix of these, and N = D (A - blocks on the diagonal), the inverse is
@@ -312,17 +323,22 @@ def _prepare_kernel(
         return
     dtype = values_ptr.dtype.element_ty
     cell = chunk * heads + head
-    filled = inside < (end - start).to(tl.int32)
+    count = (end - start).to(tl.int32)
+    filled, asked, q_start, kept = inside < count, inside < count, start, None
+    if OPEN:
+        start, q_start = tl.load(added_ptr + chunk) + 1 - count, chunk + 1 - count
+        asked, kept = inside == count - 1, filled[:, None]
     of_gates = start * heads + head + inside * heads
     log_decay = tl.load(log_decay_ptr + of_gates, mask=filled, other=0.0)
     beta = tl.load(beta_ptr + of_gates, mask=filled, other=0.0).to(tl.float32)
     g, total = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
     key_head = head // (heads // key_heads)
-    of_k, of_q = k_ptr + start * stride_k + key_head * K, q_ptr + start * stride_q + key_head * K
+    of_k, of_q = k_ptr + start * stride_k + key_head * K, q_ptr + q_start * stride_q + key_head * K
     in_k = tl.arange(0, BLOCK_K)
     mask = filled[:, None] & (in_k < K)[None, :]
     k = tl.load(of_k + inside[:, None] * stride_k + in_k[None, :], mask=mask, other=0.0)
     unit_k = _unit(k, epsilon, NORMALISE)
+    mask = asked[:, None] & (in_k < K)[None, :]
     q = tl.load(of_q + inside[:, None] * stride_q + in_k[None, :], mask=mask, other=0.0)
     unit_q = _unit(q, epsilon, NORMALISE) * scale
 
@@ -330,7 +346,7 @@ def _prepare_kernel(
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decayed * unit_q[:, None]
     scores = tl.where(inside[:, None] >= inside[None, :], scores, 0.0)
     in_scores = inside[:, None] * CHUNK + inside[None, :]
-    tl.store(scores_ptr + cell * CHUNK * CHUNK + in_scores, scores.to(dtype))
+    tl.store(scores_ptr + cell * CHUNK * CHUNK + in_scores, scores.to(dtype), mask=asked[:, None] if OPEN else None)
     of_factors = factors_ptr + cell * 2 * CHUNK + inside
     tl.store(of_factors, unit_q * tl.exp(g))
     tl.store(of_factors + CHUNK, tl.where(filled, unit_k * tl.exp(total - g), 0.0))
@@ -367,7 +383,7 @@ def _prepare_kernel(
         mask = filled[:, None] & (in_v < V)[None, :]
         v = tl.load(of_v + inside[:, None] * stride_v + in_v[None, :], mask=mask, other=0.0)
         values = tl.dot(left, v, input_precision=PRECISION).to(dtype)
-        tl.store(values_ptr + (cell * CHUNK + inside)[:, None] * WIDTH_V + in_v[None, :], values)
+        tl.store(values_ptr + (cell * CHUNK + inside)[:, None] * WIDTH_V + in_v[None, :], values, mask=kept)
     left = (inverse * (beta * unit_k * tl.exp(g))[None, :]).to(dtype)
     for column in tl.static_range(0, BLOCK_K, TILE_K):
         in_k = column + tl.arange(0, TILE_K)
@@ -375,7 +391,7 @@ def _prepare_kernel(
             mask = filled[:, None] & (in_k < K)[None, :]
             k = tl.load(of_k + inside[:, None] * stride_k + in_k[None, :], mask=mask, other=0.0)
         against = tl.dot(left, k, input_precision=PRECISION).to(dtype)
-        tl.store(against_ptr + (cell * CHUNK + inside)[:, None] * BLOCK_K + in_k[None, :], against)
+        tl.store(against_ptr + (cell * CHUNK + inside)[:, None] * BLOCK_K + in_k[None, :], against, mask=kept)
 
 
 @jit(do_not_specialize=_NUMBERS)
@@ -394,6 +410,7 @@ def _pass_kernel(
     source_slots_ptr: tl.tensor,
     live_slots_ptr: tl.tensor,
     chunk_slots_ptr: tl.tensor,
+    added_ptr: tl.tensor,  # as of `_prepare_kernel`
     stride_q: tl.int64,
     stride_k: tl.int64,
     stride_slot: tl.int64,
@@ -406,8 +423,9 @@ def _pass_kernel(
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
+    OPEN: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_V columns of one head's state, along all chunks of one sequence."""
+    """One program: BLOCK_V columns of one head's state, along all chunks of one sequence, or of an open chunk, with its last token's output."""
     column, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     in_k, in_v = tl.arange(0, BLOCK_K), column * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = tl.arange(0, CHUNK)
@@ -418,7 +436,6 @@ def _pass_kernel(
     # state before a chunk is multiplied with, rows of keys and queries, is one operand of twice as many rows.
     mask = k_mask[:, None] & v_mask[None, :]
     in_state = in_k[:, None] * V + in_v[None, :]
-    in_keys = inside[None, :] * stride_k + in_k[:, None]
     in_values = inside[:, None] * WIDTH_V + in_v[None, :]
     in_scores = inside[:, None] * CHUNK + inside[None, :]
     in_out = inside[:, None] * (heads * V) + in_v[None, :]
@@ -451,42 +468,53 @@ def _pass_kernel(
         start = tl.where(chunk == first, begin, second + (chunk - first - 1) * CHUNK)
         end = tl.where(chunk == first, second, tl.minimum(start + CHUNK, stop))
         count = (end - start).to(tl.int32)
+        asked, kept, of_last, zero, q_start, full = inside < count, None, None, None, start, True
+        of_asked = of_against | (row < count)
+        if OPEN:
+            start, q_start = tl.load(added_ptr + chunk) + 1 - count, chunk + 1 - count
+            asked, kept, zero = inside == count - 1, (inside < count)[:, None], 0.0
+            of_last, slot = asked[:, None], tl.load(live_slots_ptr + sequence)
+            full = slot >= 0
+            of_asked = tl.where(of_against, row < count, row == count - 1)
         of_rows = tl.where(
             of_against,
             against_ptr + (cell * CHUNK + row) * BLOCK_K,
-            q_ptr + start * stride_q + of_key_head + row * stride_q,
+            q_ptr + q_start * stride_q + of_key_head + row * stride_q,
         )
-        rows = tl.load(
-            of_rows[:, None] + in_k[None, :],
-            mask=(of_against | (row < count))[:, None] & k_mask[None, :],
-            other=0.0,
-        )
+        rows = tl.load(of_rows[:, None] + in_k[None, :], mask=of_asked[:, None] & k_mask[None, :], other=0.0)
         both = tl.reshape(tl.dot(rows, state.to(dtype), input_precision=PRECISION), [2, CHUNK, BLOCK_V])
         known, out = tl.split(tl.permute(both, (1, 2, 0)))
-        values = tl.load(values_ptr + cell * CHUNK * WIDTH_V + in_values).to(tl.float32) - known
-        keys = tl.load(
-            k_ptr + start * stride_k + of_key_head + in_keys,
-            mask=(inside < count)[None, :] & k_mask[:, None],
-            other=0.0,
-        )
-        written = (values * f_keys[:, None]).to(dtype)
-        state = tl.dot(keys, written, state * decay, input_precision=PRECISION)
-        scores = tl.load(scores_ptr + cell * CHUNK * CHUNK + in_scores)
+        values = tl.load(values_ptr + cell * CHUNK * WIDTH_V + in_values, mask=kept, other=zero).to(tl.float32) - known
+        if full:
+            keys = tl.load(
+                k_ptr + start * stride_k + of_key_head + inside[None, :] * stride_k + in_k[:, None],
+                mask=(inside < count)[None, :] & k_mask[:, None],
+                other=0.0,
+            )
+            written = (values * f_keys[:, None]).to(dtype)
+            after = tl.dot(keys, written, state * decay, input_precision=PRECISION)
+            if OPEN:
+                tl.store(of_head + slot * stride_slot + in_state, after.to(kept_dtype), mask=mask)
+            else:
+                state = after
+        scores = tl.load(scores_ptr + cell * CHUNK * CHUNK + in_scores, mask=of_last, other=zero)
         out = tl.dot(scores, values.to(dtype), out * f_queries[:, None], input_precision=PRECISION)
         tl.store(
-            out_ptr + (start * heads + head) * V + in_out,
+            out_ptr + (q_start * heads + head) * V + in_out,
             out.to(out_ptr.dtype.element_ty),
-            mask=(inside < count)[:, None] & v_mask[None, :],
+            mask=asked[:, None] & v_mask[None, :],
         )
-        if slot >= 0:
-            tl.store(of_head + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask)
+        if not OPEN:  # noqa: SIM102  (known when it is compiled)
+            if slot >= 0:
+                tl.store(of_head + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask)
         decay = next_decay
         slot = next_slot
         f_queries = next_queries
         f_keys = next_keys
     slot = tl.load(live_slots_ptr + sequence)
-    if slot >= 0:
-        tl.store(of_head + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask)
+    if not OPEN:  # noqa: SIM102
+        if slot >= 0:
+            tl.store(of_head + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask)
 
 
 @jit(do_not_specialize=["together"])  # one program for any number: what rows get does not depend on it

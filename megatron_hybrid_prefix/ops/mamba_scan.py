@@ -13,16 +13,46 @@ before it, not on what else is in the step. One file: the parts agree on roundin
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from megatron_hybrid_prefix.ops.elementwise import is_wrong, silu, softplus, stable_softplus, zero_wrong
+from megatron_hybrid_prefix.ops.rings import OpenChunks
 from megatron_hybrid_prefix.ops.triton_or_torch import jit, multiprocessors, runs_kernel, tl, triton
 
 _BLOCK = 64  # of a state's rows and columns, and of tokens, in a program of the states
 _HEADS = 8  # of a program of the decays
 _MOST_HEADS = 8  # of a program of the outputs, if there are enough programs
 _ROWS, _COLUMNS = 16, 1024  # of a program that zeroes padding
+_NEW = 512  # columns of a new token, that a program copies at once
+_OPENED = 32  # open chunks, of which a program writes the states behind those that are full
+# A tile of the new token. Its instructions add in the order of a prefill's, of 64 rows; programs of a multiprocessor, if heads suffice.
+_TILE, _PROGRAMS = {"BLOCK_M": 16, "num_stages": 2}, 8
+
+
+class Added(NamedTuple):
+    """The new tokens of a decode, and where a kernel adds them.
+
+    Args:
+        entries: (rows,) int64, see `OpenChunks.added`.
+        dt: (rows, heads).
+        row: (rows, at least width): x and B of all heads and groups come first.
+        inputs: (entries, width), the ring of these.
+    """
+
+    entries: torch.Tensor
+    dt: torch.Tensor
+    row: torch.Tensor
+    inputs: torch.Tensor
+
+
+class Opened(NamedTuple):
+    """Open chunks as the kernel of the outputs reads them: entries that they end with, slots of the states before; int32, where NaN."""
+
+    entries: torch.Tensor
+    sources: torch.Tensor
+    wrong: torch.Tensor
 
 
 def scan_by_slots(
@@ -68,6 +98,55 @@ def scan_by_slots(
     return y
 
 
+def continue_scan(
+    xBC: torch.Tensor,
+    states: torch.Tensor,
+    chunks: OpenChunks,
+    *,
+    dt: torch.Tensor,
+    z: torch.Tensor | None,
+    A: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    inputs: torch.Tensor,
+    ring: torch.Tensor,
+) -> torch.Tensor:
+    """One token of each row, with the bits that `scan_by_slots` gives it.
+
+    Args:
+        xBC: (rows, heads x headdim + 2 x groups x d_state): x of all heads, B and C of all groups; contiguous.
+        chunks: The open chunks.
+        dt: (rows, heads), contiguous inside a row; this and the others as there, one token a row.
+        inputs: (rings, chunk, heads x headdim + groups x d_state) in the type of ``xBC``: its x and B.
+        ring: (rings, chunk, heads) in the type of ``dt``, of that.
+
+    Returns:
+        (rows, heads, headdim) in the type of ``xBC``; NaN where dt is not finite, zero in rows of padding.
+    """
+    (heads, headdim, d_state), (_, chunk_tokens, width), bounds = states.shape[1:], inputs.shape, chunks.bounds
+    by_kernels = runs_kernel(xBC)  # they read the rings in place
+    packed = inputs.view(-1, width) if by_kernels else chunks.with_new(inputs, xBC[:, :width])
+    x, B = packed.split([heads * headdim, width - heads * headdim], 1)
+    x, B = x.unflatten(1, (heads, headdim)), B.unflatten(1, (-1, d_state))
+    C = xBC[:, width:].unflatten(1, (-1, d_state))
+    if by_kernels:
+        wrong, y = dt.new_empty(dt.shape, dtype=torch.int32), xBC.new_empty(len(dt), heads, headdim)
+        new = Added(chunks.added, dt, xBC, packed)
+        steps, log_decay = chunk_decays(ring.view(-1, heads), A, dt_bias, bounds, chunk_tokens, wrong, new=new)
+        # The state behind a full chunk takes the place of the one before it, which the outputs need.
+        opened = Opened(chunks.added, chunks.sources, wrong)
+        chunk_outputs(x, steps, log_decay, B, C, states, bounds, D=D, z=z, out=y, opened=opened)
+        pass_states(x, steps, B, log_decay, bounds, states, added=chunks.added, **chunks.slots)
+        return y
+    C = C[chunks.rows]
+    wrong = torch.zeros(len(x), dtype=torch.int32, device=x.device)
+    steps, log_decay = chunk_decays(chunks.with_new(ring, dt), A, dt_bias, bounds, chunk_tokens, wrong)
+    before = pass_states(x, steps, B, log_decay, bounds, states, **chunks.slots)
+    y, z = x.new_zeros(len(dt), heads, headdim), None if z is None else z[chunks.rows]
+    chunk_outputs(x, steps, log_decay, B, C, before, bounds, D=D, z=z, out=y, last=True)
+    return y.masked_fill_((wrong[chunks.last] > 0)[:, None, None], float("nan"))
+
+
 def chunk_decays(
     dt: torch.Tensor,
     A: torch.Tensor,
@@ -75,6 +154,7 @@ def chunk_decays(
     bounds: torch.Tensor,
     chunk_tokens: int,
     wrong: torch.Tensor,
+    new: Added | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Step sizes ``softplus(dt + dt_bias)`` and the logarithms of decays ``cumsum(A * step)`` along each chunk.
 
@@ -87,6 +167,7 @@ def chunk_decays(
         bounds: (chunks + 1,) integer, chunk i is rows [bounds[i], bounds[i + 1]) of dt.
         chunk_tokens: Maximum tokens of a chunk, a power of 2.
         wrong: (>= tokens,) int32, gets 1 for each token with such a step.
+        new: Kernels only. ``dt`` is a ring and gets it first; ``wrong`` is (chunks, heads), of the new tokens alone.
 
     Returns:
         Both (heads, chunks, chunk_tokens) float32, contiguous. After a chunk's last token the step is 0, and the sum stays.
@@ -100,9 +181,30 @@ def chunk_decays(
             rows = zero_wrong(softplus(dt[own].float() + dt_bias.float()), wrong[own])
             steps[:, chunk, : len(rows)] = rows.T
         return steps, torch.cumsum(steps * A.view(-1, 1, 1), 2, out=log_decay)
-    assert dt.stride(1) == 1 and A.is_contiguous() and dt_bias.is_contiguous()
+    added, new_dt, row, inputs = new or Added(bounds, dt, dt, dt)
+    assert dt.stride(1) == new_dt.stride(1) == row.stride(1) == 1 and A.is_contiguous() and dt_bias.is_contiguous()
     _chunk_decays_kernel[(chunks, triton.cdiv(heads, _HEADS))](
-        dt, A, dt_bias, bounds, wrong, steps, log_decay, dt.stride(0), heads, chunks, CHUNK=chunk_tokens, HEADS=_HEADS
+        dt,
+        A,
+        dt_bias,
+        bounds,
+        wrong,
+        steps,
+        log_decay,
+        added,
+        new_dt,
+        row,
+        inputs,
+        dt.stride(0),
+        new_dt.stride(0),
+        row.stride(0),
+        inputs.shape[1],
+        heads,
+        chunks,
+        CHUNK=chunk_tokens,
+        HEADS=_HEADS,
+        OPEN=new is not None,
+        COLUMNS=_NEW,
     )
     return steps, log_decay
 
@@ -119,6 +221,7 @@ def pass_states(
     source_slots: torch.Tensor,
     live_slots: torch.Tensor,
     chunk_slots: torch.Tensor,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Pass states along the chunks of each sequence; updates ``states`` in place.
 
@@ -137,6 +240,8 @@ def pass_states(
         source_slots: (sequences,) int64, slot of the state that each sequence starts from.
         live_slots: (sequences,) int64, slot for its final state; negative: none.
         chunk_slots: (chunks,) int64, slot for the state after a chunk; negative: none.
+        added: Kernels only, with x and B that are rings: the entries of `OpenChunks`. Each sequence has one chunk; of those
+            without a live slot nothing is read. No state before a chunk is returned.
 
     Returns:
         (chunks, heads, headdim, d_state): the state before each chunk, rounded to the dtype of ``states`` and to that of x, as a chunk's
@@ -144,7 +249,7 @@ def pass_states(
     """
     chunks, chunk_tokens = log_decay.shape[1:]
     narrower = min(states.dtype, x.dtype, key=lambda dtype: dtype.itemsize)
-    before = torch.empty((chunks, *states.shape[1:]), dtype=narrower, device=states.device)
+    before = torch.empty((chunks if added is None else 0, *states.shape[1:]), dtype=narrower, device=states.device)
     slots = first_chunks, source_slots, live_slots, chunk_slots
     if not runs_kernel(x):
         initial, ends, repeat = states[source_slots].float(), bounds.tolist(), x.shape[1] // B.shape[1]
@@ -170,14 +275,15 @@ def pass_states(
     assert x.stride(2) == B.stride(2) == 1
     blocks = [max(16, min(_BLOCK, triton.next_power_of_2(size))) for size in (headdim, d_state, chunk_tokens)]
     # Not autotuned: autotuning runs a kernel several times, and this one writes slots in place.
-    _pass_states_kernel[
-        (triton.cdiv(headdim, blocks[0]) * triton.cdiv(d_state, blocks[1]), heads, source_slots.shape[0])
-    ](
+    together = 1 if added is None else _OPENED
+    tiles = triton.cdiv(headdim, blocks[0]) * triton.cdiv(d_state, blocks[1])
+    _pass_states_kernel[(tiles, heads, triton.cdiv(source_slots.shape[0], together))](
         x,
         dt,
         B,
         log_decay,
         bounds,
+        bounds if added is None else added,
         states,
         before,
         *slots,
@@ -195,6 +301,8 @@ def pass_states(
         BLOCK_P=blocks[0],
         BLOCK_N=blocks[1],
         BLOCK_K=blocks[2],
+        OPEN=added is not None,
+        TOGETHER=together,
         num_stages=3,
     )
     return before
@@ -223,6 +331,8 @@ def chunk_outputs(
     D: torch.Tensor,
     z: torch.Tensor | None,
     out: torch.Tensor,
+    last: bool = False,
+    opened: Opened | None = None,
 ) -> None:
     """Write the outputs of all chunks; rows of ``out`` that are in no chunk do not change.
 
@@ -241,6 +351,8 @@ def chunk_outputs(
         D: (heads,) or (heads, headdim), contiguous.
         z: (tokens, heads, headdim), strided over tokens and heads; None: no gate.
         out: (tokens, heads, headdim), contiguous.
+        last: Only that of each chunk's last token is wanted: ``out`` is (chunks, heads, headdim).
+        opened: Kernels only. So, too; C and z are (chunks, ...) as well, x and B are rings, and ``before`` is the pool of states.
     """
     heads, chunks, chunk_tokens = log_decay.shape
     headdim, (groups, d_state) = x.shape[2], B.shape[1:]
@@ -257,17 +369,18 @@ def chunk_outputs(
             y = (queries @ state.transpose(1, 2)).view(groups, chunk_tokens, -1, headdim).transpose(1, 2).flatten(0, 1)
             y = y * decay.exp()[:, :, None] + weights.to(x.dtype).float() @ values
             y = (y + D.float().view(heads, 1, -1) * values)[:, : rows.stop - rows.start].transpose(0, 1)
-            out[rows] = (y if z is None else y * silu(z[rows].float())).to(out.dtype)
+            y = (y if z is None else y * silu(z[rows].float())).to(out.dtype)
+            out[chunk if last else rows] = y[-1] if last else y
         return
     gate = x if z is None else z
     assert x.stride(2) == B.stride(2) == C.stride(2) == gate.stride(2) == 1
-    assert all(each.is_contiguous() for each in (steps, log_decay, before, D, out))
+    assert all(each.is_contiguous() for each in (steps, log_decay, before[0], D, out))
     tiles = _tiles(x.dtype, headdim, d_state, chunk_tokens)
-    blocks = triton.cdiv(chunk_tokens, tiles["BLOCK_M"]) * triton.cdiv(headdim, tiles["BLOCK_P"])
+    tiles |= _TILE if opened and x.dtype.itemsize == 2 else {}
+    blocks = triton.cdiv(headdim, tiles["BLOCK_P"]) * (1 if opened else triton.cdiv(chunk_tokens, tiles["BLOCK_M"]))
+    least = (_PROGRAMS if opened else 2) * multiprocessors(x.device)
     together = min(_MOST_HEADS, heads // groups)
-    while (heads // groups) % together or (
-        together > 1 and heads // together * chunks * blocks < 2 * multiprocessors(x.device)
-    ):
+    while (heads // groups) % together or (together > 1 and heads // together * chunks * blocks < least):
         together -= 1
     _chunk_outputs_kernel[(blocks, heads // together, chunks)](
         x,
@@ -277,6 +390,7 @@ def chunk_outputs(
         C,
         before,
         bounds,
+        *(opened or Opened(bounds, bounds, bounds)),
         D,
         gate,
         out,
@@ -292,11 +406,13 @@ def chunk_outputs(
         C.stride(1),
         gate.stride(0),
         gate.stride(1),
+        before.stride(0),
         P=headdim,
         N=d_state,
         CHUNK=chunk_tokens,
         OF_D=D.numel() // heads,
         GATE=z is not None,
+        OPEN=opened is not None,
         **tiles,
     )
 
@@ -336,7 +452,7 @@ def empty_up_to(end: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 _NUMBERS = ["heads", "chunks"]
 
 
-@jit(do_not_specialize=_NUMBERS)
+@jit(do_not_specialize=[*_NUMBERS, "width"])
 def _chunk_decays_kernel(
     dt_ptr: tl.tensor,  # (tokens, heads), strided over tokens
     A_ptr: tl.tensor,  # (heads,)
@@ -345,18 +461,38 @@ def _chunk_decays_kernel(
     wrong_ptr: tl.tensor,  # (tokens,)
     steps_ptr: tl.tensor,  # (heads, chunks, CHUNK)
     log_decay_ptr: tl.tensor,  # (heads, chunks, CHUNK)
+    added_ptr: tl.tensor,  # (chunks,), and the next ones: `Added`; unused without OPEN
+    new_dt_ptr: tl.tensor,
+    new_ptr: tl.tensor,
+    inputs_ptr: tl.tensor,
     stride_dt: tl.int64,
+    stride_new_dt: tl.int64,
+    stride_new: tl.int64,
+    width: tl.tensor,
     heads: tl.tensor,
     chunks: tl.tensor,
     CHUNK: tl.constexpr,
     HEADS: tl.constexpr,
+    OPEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> None:
-    """One program: HEADS heads of one chunk."""
+    """One program: HEADS heads of one chunk. Of an open one, it adds these heads' dt and a part of the other inputs to the rings first."""
     chunk = tl.program_id(0).to(tl.int64)
     head, token = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, CHUNK)
     start = tl.load(bounds_ptr + chunk).to(tl.int64)
     tokens = (tl.load(bounds_ptr + chunk + 1) - start).to(tl.int32)
     of_head = head < heads
+    if OPEN:
+        entry = tl.load(added_ptr + chunk)
+        start = entry + 1 - tokens
+        new = tl.load(new_dt_ptr + chunk * stride_new_dt + head, mask=of_head & (tokens > 0))
+        tl.store(dt_ptr + entry * stride_dt + head, new, mask=of_head & (tokens > 0))
+        for first in range(tl.program_id(1) * COLUMNS, width, tl.num_programs(1) * COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            wanted = (column < width) & (tokens > 0)
+            part = tl.load(new_ptr + chunk * stride_new + column, mask=wanted)
+            tl.store(inputs_ptr + entry * width + column, part, mask=wanted)
+        tl.debug_barrier()
     mask = of_head[:, None] & (token < tokens)[None, :]
     dt = tl.load(dt_ptr + (start + token)[None, :] * stride_dt + head[:, None], mask=mask, other=0.0)
     bias = tl.load(dt_bias_ptr + head, mask=of_head, other=0.0).to(tl.float32)
@@ -364,8 +500,12 @@ def _chunk_decays_kernel(
     steps = tl.where(mask, stable_softplus(dt), 0.0)
     bad = is_wrong(dt) & mask  # its softplus would hide NaN
     steps = tl.where(bad, 0.0, steps)
-    bad_tokens = tl.max(bad.to(tl.int32), 0)
-    tl.store(wrong_ptr + start + token, bad_tokens, mask=bad_tokens > 0)
+    if OPEN:
+        of_new = bad & (token == tokens - 1)[None, :]
+        tl.store(wrong_ptr + chunk * heads + head, tl.max(of_new.to(tl.int32), 1), mask=of_head)
+    else:
+        bad_tokens = tl.max(bad.to(tl.int32), 0)
+        tl.store(wrong_ptr + start + token, bad_tokens, mask=bad_tokens > 0)
     A = tl.load(A_ptr + head, mask=of_head, other=0.0)
     at = (head[:, None].to(tl.int64) * chunks + chunk) * CHUNK + token[None, :]
     tl.store(steps_ptr + at, steps, mask=of_head[:, None])
@@ -417,8 +557,11 @@ def _chunk_outputs_kernel(
     log_decay_ptr: tl.tensor,  # (heads, chunks, CHUNK)
     B_ptr: tl.tensor,  # (tokens, groups, N), strided over tokens and groups
     C_ptr: tl.tensor,  # (tokens, groups, N), likewise
-    before_ptr: tl.tensor,  # (chunks, heads, P, N)
+    before_ptr: tl.tensor,  # (chunks, heads, P, N), or the pool of states: strided over the first
     bounds_ptr: tl.tensor,  # (chunks + 1,)
+    added_ptr: tl.tensor,  # (chunks,), and the next ones: `Opened`; unused without OPEN
+    sources_ptr: tl.tensor,
+    wrong_ptr: tl.tensor,
     D_ptr: tl.tensor,  # (heads x OF_D,)
     z_ptr: tl.tensor,  # (tokens, heads, P), strided over tokens and heads; unused without GATE
     out_ptr: tl.tensor,  # (tokens, heads, P)
@@ -434,28 +577,43 @@ def _chunk_outputs_kernel(
     stride_C_group: tl.int64,
     stride_z: tl.int64,
     stride_z_head: tl.int64,
+    stride_before: tl.int64,
     P: tl.constexpr,
     N: tl.constexpr,
     CHUNK: tl.constexpr,
     OF_D: tl.constexpr,
     GATE: tl.constexpr,
+    OPEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_M tokens of a chunk, BLOCK_P channels of some heads of one group."""
+    """One program: BLOCK_M tokens of a chunk, BLOCK_P channels of some heads of one group.
+
+    Of an open chunk, the last token alone, in its place among BLOCK_M. What is of that token alone has a row for each chunk.
+    """
     blocks_p: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     first_m = tl.program_id(0) // blocks_p * BLOCK_M
     first_head, chunk = (tl.program_id(1) * heads_of_program).to(tl.int64), tl.program_id(2).to(tl.int64)
     start = tl.load(bounds_ptr + chunk).to(tl.int64)
     tokens = (tl.load(bounds_ptr + chunk + 1) - start).to(tl.int32)
+    p = tl.program_id(0) % blocks_p * BLOCK_P + tl.arange(0, BLOCK_P)
+    source = chunk
+    if OPEN:
+        first_m = tl.maximum(tokens - 1, 0) // BLOCK_M * BLOCK_M
+        start, source = tl.load(added_ptr + chunk) + 1 - tokens, tl.load(sources_ptr + chunk)
+        if tokens == 0:
+            for head in range(first_head, first_head + heads_of_program):
+                zero = tl.zeros([BLOCK_P], out_ptr.dtype.element_ty)
+                tl.store(out_ptr + (chunk * heads + head) * P + p, zero, mask=p < P)
     if first_m >= tokens:
         return
     m, k, n = first_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N)
-    p = tl.program_id(0) % blocks_p * BLOCK_P + tl.arange(0, BLOCK_P)
     m_mask, n_mask, p_mask = m < tokens, n < N, p < P
     row, group = start + m, first_head // heads_of_group
+    if OPEN:
+        m_mask, row = m == tokens - 1, chunk + tl.zeros_like(row)
     of_c = C_ptr + row[:, None] * stride_C + group * stride_C_group + n[None, :]
     C = tl.load(of_c, mask=m_mask[:, None] & n_mask[None, :], other=0.0)
     of_b = B_ptr + start * stride_B + group * stride_B_group + n[:, None]
@@ -465,7 +623,7 @@ def _chunk_outputs_kernel(
     for head in range(first_head, first_head + heads_of_program):
         of_chunk = (head * chunks + chunk) * CHUNK
         decay_m = tl.load(log_decay_ptr + of_chunk + m, mask=m_mask, other=0.0)
-        of_state = ((chunk * heads + head) * P + p[None, :]) * N + n[:, None]
+        of_state = source * stride_before + (head * P + p[None, :]) * N + n[:, None]
         state = tl.load(before_ptr + of_state, mask=n_mask[:, None] & p_mask[None, :], other=0.0)
         of_x = x_ptr + start * stride_x + head * stride_x_head + p[None, :]
         y = tl.dot(C, state.to(C.dtype)) * tl.exp(decay_m)[:, None]
@@ -485,6 +643,8 @@ def _chunk_outputs_kernel(
             of_z = z_ptr + row[:, None] * stride_z + head * stride_z_head + p[None, :]
             z = tl.load(of_z, mask=mask, other=0.0).to(tl.float32)
             y *= z / (1.0 + tl.exp(-z))
+        if OPEN:
+            y = tl.where(tl.load(wrong_ptr + chunk * heads + head) > 0, float("nan"), y)
         of_out = out_ptr + (row[:, None] * heads + head) * P + p[None, :]
         tl.store(of_out, y.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -496,6 +656,7 @@ def _pass_states_kernel(
     B_ptr: tl.tensor,  # (tokens, groups, N), strided over tokens and groups
     log_decay_ptr: tl.tensor,  # (heads, chunks, CHUNK)
     bounds_ptr: tl.tensor,
+    added_ptr: tl.tensor,  # (chunks,): with OPEN the entries of a ring that chunks end with
     states_ptr: tl.tensor,  # (slots, heads, P, N), strided over slots
     before_ptr: tl.tensor,  # (chunks, heads, P, N)
     first_chunks_ptr: tl.tensor,
@@ -516,47 +677,57 @@ def _pass_states_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OPEN: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ) -> None:
-    """One program: (BLOCK_P, BLOCK_N) of one head's state, along all chunks of one sequence."""
+    """One program: (BLOCK_P, BLOCK_N) of one head's state, along all chunks of one sequence; or behind those of TOGETHER open chunks that are full."""
     blocks_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     p = (tl.program_id(0) // blocks_n) * BLOCK_P + tl.arange(0, BLOCK_P)
     n = (tl.program_id(0) % blocks_n) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     head = tl.program_id(1).to(tl.int64)
-    sequence = tl.program_id(2)
+    sequence, sequences = tl.program_id(2), 1
+    if OPEN:
+        ahead = tl.program_id(2) * TOGETHER + tl.arange(0, TOGETHER)
+        full = (tl.load(live_slots_ptr + ahead, mask=ahead < chunks, other=-1) >= 0).to(tl.int32)
+        sequences, number = tl.sum(full), tl.cumsum(full, 0)
     mask = (p < P)[:, None] & (n < N)[None, :]
     dtype = states_ptr.dtype.element_ty
     in_slot = head * P * N + p[:, None] * N + n[None, :]
     of_x = x_ptr + head * stride_x_head + p[:, None]
     of_b = B_ptr + (head // heads_of_group) * stride_B_group + n[None, :]
-
-    first = tl.load(first_chunks_ptr + sequence)
-    last = tl.load(first_chunks_ptr + sequence + 1)
-    source = tl.load(source_slots_ptr + sequence)
-    state = tl.load(states_ptr + source * stride_slot + in_slot, mask=mask, other=0.0).to(tl.float32)
-    for chunk in range(first, last):
-        start = tl.load(bounds_ptr + chunk)
-        tokens = tl.load(bounds_ptr + chunk + 1) - start
-        tl.store(
-            before_ptr + chunk * heads * P * N + in_slot, state.to(dtype).to(before_ptr.dtype.element_ty), mask=mask
-        )
-        of_chunk = (head * chunks + chunk) * CHUNK
-        end = tl.load(log_decay_ptr + of_chunk + CHUNK - 1)
-        added = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
-        for at in tl.static_range(0, CHUNK, BLOCK_K):
-            token = at + k
-            inside = token < tokens
-            row = (start + token).to(tl.int64)
-            x = tl.load(of_x + row[None, :] * stride_x, mask=(p < P)[:, None] & inside[None, :], other=0.0)
-            b = tl.load(of_b + row[:, None] * stride_B, mask=inside[:, None] & (n < N)[None, :], other=0.0)
-            decay = tl.load(log_decay_ptr + of_chunk + token, mask=inside, other=0.0)
-            scale = tl.exp(end - decay) * tl.load(dt_ptr + of_chunk + token, mask=inside, other=0.0)
-            added += tl.dot(x, (b.to(tl.float32) * scale[:, None]).to(x.dtype))
-        state = tl.exp(end) * state + added
-        slot = tl.load(chunk_slots_ptr + chunk)
+    for nth in range(sequences):
+        if OPEN:
+            sequence = tl.sum(tl.where((full > 0) & (number == nth + 1), ahead, 0))
+        first = tl.load(first_chunks_ptr + sequence)
+        last = tl.load(first_chunks_ptr + sequence + 1)
+        source = tl.load(source_slots_ptr + sequence)
+        state = tl.load(states_ptr + source * stride_slot + in_slot, mask=mask, other=0.0).to(tl.float32)
+        for chunk in range(first, last):
+            start = tl.load(bounds_ptr + chunk)
+            tokens = tl.load(bounds_ptr + chunk + 1) - start
+            if OPEN:
+                start = tl.load(added_ptr + chunk) + 1 - tokens
+            else:
+                before = state.to(dtype).to(before_ptr.dtype.element_ty)
+                tl.store(before_ptr + chunk * heads * P * N + in_slot, before, mask=mask)
+            of_chunk = (head * chunks + chunk) * CHUNK
+            end = tl.load(log_decay_ptr + of_chunk + CHUNK - 1)
+            added = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
+            for at in tl.static_range(0, CHUNK, BLOCK_K):
+                token = at + k
+                inside = token < tokens
+                row = (start + token).to(tl.int64)
+                x = tl.load(of_x + row[None, :] * stride_x, mask=(p < P)[:, None] & inside[None, :], other=0.0)
+                b = tl.load(of_b + row[:, None] * stride_B, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+                decay = tl.load(log_decay_ptr + of_chunk + token, mask=inside, other=0.0)
+                scale = tl.exp(end - decay) * tl.load(dt_ptr + of_chunk + token, mask=inside, other=0.0)
+                added += tl.dot(x, (b.to(tl.float32) * scale[:, None]).to(x.dtype))
+            state = tl.exp(end) * state + added
+            slot = tl.load(chunk_slots_ptr + chunk)
+            tl.store(states_ptr + slot * stride_slot + in_slot, state.to(dtype), mask=mask & (slot >= 0))
+        slot = tl.load(live_slots_ptr + sequence)
         tl.store(states_ptr + slot * stride_slot + in_slot, state.to(dtype), mask=mask & (slot >= 0))
-    slot = tl.load(live_slots_ptr + sequence)
-    tl.store(states_ptr + slot * stride_slot + in_slot, state.to(dtype), mask=mask & (slot >= 0))
 
 
 @jit

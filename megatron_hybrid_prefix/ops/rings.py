@@ -6,6 +6,7 @@ alone (it *flushes*). An entry of position q is at q modulo its ring's entries. 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,68 @@ class RingRows(NamedTuple):
         own = (self.slots >= 0) & (self.kept >= 0)
         if own.any():
             pool[self.kept[own]] = pool[self.slots[own]]
+
+
+class OpenChunks(NamedTuple):
+    """The open chunks of the rows of a decode, packed one after another as a prefill has them; integers on the device.
+
+    A row's tokens are those of its chunk so far, with the one that it decodes as the last. Rows of padding have none.
+
+    Args:
+        first: (rows + 1,) int64: each row is a sequence of one chunk.
+        bounds: (rows + 1,) int32: a row's tokens, see `scan_by_slots`.
+        entries: (rows x chunk,) int64: the entry of a ring that a packed token is, in rings that lie one after another.
+        rows: (rows x chunk,) int64: the row of a packed token.
+        last: (rows,) int64: where its new token is among the packed ones.
+        added: (rows,) int64: which entry the new token becomes; negative: none.
+        sources: (rows,) int64: the slot of the state before the chunk.
+        filled: (rows,) int64: the slot for the state after the chunk, if the token fills it; else negative.
+        none: (rows,) int64, negative.
+    """
+
+    first: torch.Tensor
+    bounds: torch.Tensor
+    entries: torch.Tensor
+    rows: torch.Tensor
+    last: torch.Tensor
+    added: torch.Tensor
+    sources: torch.Tensor
+    filled: torch.Tensor
+    none: torch.Tensor
+
+    def add(self, ring: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Adds each row's token to a ring. Returns the rings' entries, one ring after another. Shapes: see `with_new`."""
+        entries = ring.flatten(0, 1)
+        copy_slots(new[None], entries[None], self.first[:-1], self.added)
+        return entries
+
+    def with_new(self, ring: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Adds each row's token to a ring, and packs the chunks.
+
+        Args:
+            ring: (rings, chunk, *shape).
+            new: (rows, *shape), contiguous inside a row.
+
+        Returns:
+            (rows x chunk, *shape); undefined after the last token.
+        """
+        return self.add(ring, new)[self.entries]
+
+    @property
+    def slots(self) -> dict[str, torch.Tensor]:
+        """Source and target slots: arguments of the scans."""
+        targets = {"live_slots": self.filled, "chunk_slots": self.none}
+        return {"first_chunks": self.first, "source_slots": self.sources, **targets}
+
+
+class OpenRows(RingRows):
+    """The rows of a decode with a prefill's bits. Windows are those at a row's position, states those at its chunk's first token.
+
+    Attributes:
+        chunks: By quantum.
+    """
+
+    chunks: Mapping[int, OpenChunks]
 
 
 def take_last(pool: torch.Tensor, after: torch.Tensor, rows: RingRows) -> None:

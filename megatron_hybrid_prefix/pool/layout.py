@@ -118,6 +118,7 @@ class RingLayout:
 
     Attributes:
         tokens: Decodes write states at multiples of it.
+        is_open: Whether a ring is the open chunk of the scan: for decodes with a prefill's bits, which write states at ends of chunks.
         kinds: As of `SlotLayout`, but a kind without a ring is missing: tensors of one layer's ring, their entries first.
 
     Raises:
@@ -126,6 +127,7 @@ class RingLayout:
 
     tokens: int
     kinds: tuple[StateLayout, ...] = ()
+    is_open: bool = False
 
     def __post_init__(self) -> None:
         names = [component.name for layout in self.kinds for component in layout.components]

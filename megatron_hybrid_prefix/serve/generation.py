@@ -24,7 +24,7 @@ from megatron_hybrid_prefix.serve.detokenizer import (
     prompt_notes,
     vllm_prompt_logprobs,
 )
-from megatron_hybrid_prefix.serve.errors import ApiError
+from megatron_hybrid_prefix.serve.errors import ApiError, bad
 from megatron_hybrid_prefix.serve.protocol import GenerationRequest, Prompt, ServedModel
 from megatron_hybrid_prefix.text.tokenizer import Tokenizer
 
@@ -71,6 +71,9 @@ class Choice:
             ApiError: It failed.
         """
         if update.error is not None:
+            _, field, why = update.error.partition("structured_outputs")
+            if field:  # of the request: its grammar does not go on
+                raise bad(f"{field}{why}.", field)
             logger.error("an answer failed: %s", update.error)
             message = "The engine failed on this request. The server's log says why."
             raise ApiError(500, message, code="engine_failed")

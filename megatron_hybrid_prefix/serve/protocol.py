@@ -20,7 +20,7 @@ from megatron_hybrid_prefix.serve.bodies import (
     read_fields,
 )
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
-from megatron_hybrid_prefix.serve.errors import bad, model_not_found, short
+from megatron_hybrid_prefix.serve.errors import ApiError, bad, model_not_found, short
 from megatron_hybrid_prefix.text.grammar import AnswerGrammar, check_compiles
 from megatron_hybrid_prefix.text.tokenizer import Tokenizer, TokensBefore, begun, other_ends
 
@@ -167,9 +167,8 @@ def read_request(
         param = "token_ids"
         read = [partial(_prompt, param, body.token_ids, body, served)]
     if isinstance(body, ChatBody) and body.called_tools and not served.chat.calls_tools:
-        raise bad(
-            "'tools' need a chat template with calls that this server knows, or 'tool_choice': \"none\".", "tools"
-        )
+        problem = "need a chat template with calls that this server knows, or 'tool_choice': \"none\""
+        raise bad(f"'tools' {problem}.", "tools")
     if len(read) * body.n > MOST_SEQUENCES:
         raise bad(f"{len(read)} prompts with n={body.n}: a request may have at most {MOST_SEQUENCES} answers.", "n")
     if (body.echoes_log_probs or body.prompt_logprobs is not None) and not served.gives_prompt_log_probs:
@@ -178,13 +177,9 @@ def read_request(
             f"{name} needs log-probs of the prompt, for which this server was not started (--prompt-log-probs).",
             param.strip("'"),
         )
-    if (
-        body.return_routed_experts and not served.gives_routes
-    ):  # clients send `routed_experts_prompt_start` to any server
-        raise bad(
-            "'return_routed_experts': this server does not record the routes of experts (--enable-return-routed-experts).",
-            "return_routed_experts",
-        )
+    if body.return_routed_experts and not served.gives_routes:  # any server gets `routed_experts_prompt_start`
+        name, option = "return_routed_experts", "--enable-return-routed-experts"
+        raise bad(f"'{name}': this server does not record the routes of experts ({option}).", name)
     stop_tokens = frozenset([*body.stop_token_ids, *(() if body.ignore_eos else other_ends(served.tokenizer))])
     take_places(len(read) * body.n)
     prompts = []
@@ -194,9 +189,9 @@ def read_request(
         if body.routed_experts_prompt_start > len(prompt.tokens):
             name = "routed_experts_prompt_start"
             raise bad(f"'{name}' is above the prompt's {len(prompt.tokens)} tokens.", name)
-    sampling = _sampling(body, served, tenant, stop_tokens, prompts[0])  # may compile a grammar
-    least = int(not sampling["return_log_probs"])  # without, the engine has nothing to do for 0 tokens
+    least = int(body.top_tokens is None and body.prompt_logprobs is None)  # else the engine has work without any token
     most_tokens = [_most_tokens(body.most_tokens, prompt, param, served, least) for prompt in prompts]
+    sampling = _sampling(body, served, tenant, stop_tokens, prompts[0])  # may compile a grammar
     return GenerationRequest(
         body=body,
         prompts=prompts,
@@ -221,18 +216,16 @@ def _sampling(
     body: Body, served: ServedModel, tenant: str | None, stop_tokens: frozenset[int], prompt: Prompt
 ) -> dict[str, Any]:
     end = -1 if served.tokenizer.eod is None or body.ignore_eos else served.tokenizer.eod
-    asked = {field.name: getattr(body, field.name) for field in dataclasses.fields(SamplingOptions)}
+    asked = {field.name: getattr(body, field.name) for field in dataclasses.fields(SamplingOptions)} | {
+        "temperature": 0.0 if body.is_greedy else body.temperature,
+        "logit_bias": tuple((int(token), bias) for token, bias in body.logit_bias.items()),
+        "structured_outputs": body.grammar,
+        "top_k": max(0, body.top_k),
+        "top_p": body.top_p or 1.0,
+        "min_tokens": body.min_tokens if stop_tokens or end >= 0 else 0,  # else nothing ends an answer early
+    }
     try:
-        options = SamplingOptions(
-            **asked
-            | {
-                "temperature": 0.0 if body.is_greedy else body.temperature,
-                "logit_bias": tuple((int(token), bias) for token, bias in body.logit_bias.items()),
-            }
-            | {"structured_outputs": body.grammar}
-            | {"top_k": max(0, body.top_k), "top_p": body.top_p or 1.0}
-            | {"min_tokens": body.min_tokens if stop_tokens or end >= 0 else 0}  # else nothing ends an answer early
-        )
+        options = SamplingOptions(**asked)
         options = dataclasses.replace(options, structured_outputs=_wanted(body, served, prompt))
         if served.has_drafts:
             options.check_drafts("--num-speculative-tokens, with which this server was started")
@@ -242,6 +235,9 @@ def _sampling(
             check_compiles(options.structured_outputs, served.tokenizer)
             AnswerGrammar(options.structured_outputs, served.tokenizer, served.vocab_size, {end, *stop_tokens})
     except FieldError as error:
+        if error.__cause__ is not None:  # no fault of the request
+            retry = {"retry-after": "1"}
+            raise ApiError(503, f"{error}.", param=error.field, code="server_busy", headers=retry) from None
         raise bad(f"{error}.", error.field) from None
     fields: dict[str, Any] = options.as_fields() | {
         "termination_id": end,
@@ -290,10 +286,8 @@ def _prompt(param: str, item: str | list[int], body: Body, served: ServedModel) 
     breakpoints = body.cache_breakpoints or []
     for position in breakpoints:
         if not 0 < position <= len(tokens):
-            raise bad(
-                f"'cache_breakpoints': {short(position)} is not between 1 and the prompt's {len(tokens)} tokens.",
-                "cache_breakpoints",
-            )
+            name, place = "cache_breakpoints", f"between 1 and the prompt's {len(tokens)} tokens"
+            raise bad(f"'{name}': {short(position)} is not {place}.", name)
     return Prompt(tokens=tokens, text=text, breakpoints=breakpoints)
 
 

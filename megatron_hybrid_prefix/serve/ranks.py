@@ -133,11 +133,11 @@ class RankEngine:
         for request_id, entry in requests.items():
             parts = entry.record.requests
             tokens = sum(len(part.generated_tokens) for part in parts)
-            seen = self._seen_tokens.get(request_id, 0)  # a request that replays its answer has fewer now, or none
+            seen = self._seen_tokens.get(request_id, 0)
             if tokens > seen:
                 output = new_output(parts, seen, prompt_tokens=len(parts[0].prompt_tokens))
                 outputs.append({"request_id": request_id} | output)
-            seen_tokens[request_id] = max(seen, tokens)
+            seen_tokens[request_id] = tokens
         self._seen_tokens = seen_tokens
         self.engine.send_partials(outputs)
 

@@ -53,7 +53,7 @@ def check_compiles(wanted: Mapping[str, Any], tokenizer: Any) -> None:
         tokenizer: Likewise.
 
     Raises:
-        FieldError: It cannot be compiled within `LIMIT_S` and `LIMIT_BYTES`, or there is no llguidance.
+        FieldError: It cannot be compiled within `LIMIT_S` and `LIMIT_BYTES`, or there is no llguidance. Of an OSError: it was not tried.
     """
     _refuse(_problem_of(json.dumps(wanted), *getattr(tokenizer, "special", {}).values()))
 
@@ -69,21 +69,23 @@ class AnswerGrammar:
 
     Attributes:
         ends_now: Whether only an end token may come next.
-        stuck: Why nothing may come next, or the mask was too dear; empty: it is not so.
+        stuck: Why nothing may come next, or the mask was too dear, in one line; empty: it is not so.
 
     Raises:
         FieldError: The grammar cannot be compiled, there is no llguidance, or no end token.
     """
 
     def __init__(self, wanted: Mapping[str, Any], tokenizer: Any, vocab_size: int, ends: Collection[int]) -> None:
-        size = min(
-            vocab_size, getattr(tokenizer, "vocab_size", vocab_size)
-        )  # a model may have more, for which there is no text
+        # A model may have more tokens, for which there is no text.
+        size = min(vocab_size, getattr(tokenizer, "vocab_size", vocab_size))
         self._ends = [token for token in ends if 0 <= token < size]
         if not self._ends:
             raise FieldError(_FIELD, f"{_FIELD}: no token ends the answer (ignore_eos), but a grammar has an end")
         self._matcher = _compiled(tokenizer, size, json.dumps(wanted)).deep_copy()
-        self._own_end, self._taken = size, 0
+        # llguidance's end token is one more than the vocabulary has.
+        self._text, self._taken = np.full(size // 32 + 1, 0xFFFFFFFF, dtype=np.uint32), 0
+        for token in (size, *self._ends):
+            self._text[token // 32] &= ~(1 << token % 32) & 0xFFFFFFFF
         self._mask: np.ndarray[Any, np.dtype[np.uint32]] | None = None
         self.ends_now, self.stuck = False, ""
 
@@ -105,14 +107,13 @@ class AnswerGrammar:
             self._taken = 0
         matcher.consume_tokens(list(answer[self._taken :]))
         self._taken = len(answer)
-        # llguidance's end token is one more than the vocabulary has.
-        mask = self._mask = np.empty(self._own_end // 32 + 1, dtype=np.uint32)
+        mask = self._mask = np.empty_like(self._text)
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        is_complete = matcher.is_accepting()
-        for token in (self._own_end, *self._ends):
-            mask[token // 32] &= ~(1 << token % 32) & 0xFFFFFFFF
-        self.ends_now = is_complete and not mask.any()
-        self.stuck = matcher.get_error() or ("" if is_complete or mask.any() else "no token of the vocabulary goes on")
+        mask &= self._text
+        is_complete, goes_on = matcher.is_accepting(), mask.any()
+        self.ends_now = is_complete and not goes_on
+        why = matcher.get_error() or ("" if is_complete or goes_on else "no token of the vocabulary goes on")
+        self.stuck = f"{_FIELD}: {' '.join(why.split())[:200]}" if why else ""
         if self.stuck:
             mask[:] = 0xFFFFFFFF
         elif is_complete:
@@ -140,7 +141,7 @@ def _problem_of(wanted: str, *special: str) -> str:
     """Why a grammar cannot be compiled; empty: it can. Raises FieldError if this may be otherwise the next time."""
     text, _ = _grammar(wanted)
     if not _SIDE_BY_SIDE.acquire(timeout=LIMIT_S):
-        _refuse("others take long: try again")
+        _refuse("others take long: try again", TimeoutError())
     try:
         given = json.dumps([text, [name for name in special if name in text]])
         command = [sys.executable, "-c", _CHILD]
@@ -148,7 +149,7 @@ def _problem_of(wanted: str, *special: str) -> str:
     except subprocess.TimeoutExpired:
         done = None
     except OSError as error:
-        _refuse(f"no process to try it in: {error.strerror}")
+        _refuse(f"no process to try it in: {error.strerror}", error)
     finally:
         _SIDE_BY_SIDE.release()
     if done is None or done.returncode:
@@ -164,9 +165,9 @@ def parts_of(wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _refuse(problem: str) -> None:
+def _refuse(problem: str, cause: OSError | None = None) -> None:
     if problem:
-        raise FieldError(_FIELD, f"{_FIELD} cannot be compiled: {' '.join(problem.split())[:200]}")
+        raise FieldError(_FIELD, f"{_FIELD} cannot be compiled: {' '.join(problem.split())[:200]}") from cause
 
 
 def _grammar(wanted: str) -> tuple[str, Any]:

@@ -319,7 +319,7 @@ class ContextSeam(DynamicInferenceContext):
 
     def _processed_log_probs(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Log-probs of rows that do not depend on each other."""
-        found = self.log_probs_of(logits)
+        found = self.log_probs_of(logits) if self.config.logprobs_mode == "raw_logprobs" else None
         return super()._processed_log_probs(logits, *args, **kwargs) if found is None else found
 
     # -- megatron's private state --------------------------------------------------------------------------------------

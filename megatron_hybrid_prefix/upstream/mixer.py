@@ -64,8 +64,14 @@ class StepSeam(MambaMixer):
 
     def _decode_rows(self, zxBCdt: torch.Tensor) -> torch.Tensor:
         """Megatron names the states, and knows of no rings."""
-        context, layer = self._context, self.slot_layer_number
-        return self.decode(zxBCdt, context.states_of_layer(layer), context.ring_of_layer(layer), context.decode_rows)
+        context = self._context
+        states = context.states_of_layer(self.slot_layer_number)
+        return self.decode(zxBCdt, states, self.ring_of_step(), context.decode_rows)
+
+    def ring_of_step(self) -> Mapping[str, torch.Tensor]:
+        """This layer's rings in the running step, by component name: (rings, *shape)."""
+        rings: Mapping[str, torch.Tensor] = self._context.ring_of_layer(self.slot_layer_number)
+        return rings
 
     def decode(
         self, zxBCdt: torch.Tensor, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: Any

@@ -1,7 +1,7 @@
-"""The server and four clients that nobody here wrote, each with its own verdict: litellm, renderers, lm-eval, guidellm. (openai:
-tests/serve.)
+"""The server and clients that nobody here wrote, each with its own verdict: litellm, renderers, lm-eval, guidellm, and those of
+agents. (openai: tests/serve, too.)
 
-They run in an environment apart (``scripts/clients.sh`` makes it), because their pins clash with ours, and without network.
+They run in environments apart (``scripts/clients.sh`` makes them), because their pins clash with ours, and without network.
 What the model should say comes from the float64 model.
 """
 
@@ -24,6 +24,7 @@ from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import HANG_S
 from tests.harness.server_process import BLOCK, LIMIT_TOKENS, Server, started
 from tests.harness.tokenizer_folder import CHAT_TEMPLATE, make_folder
+from tests.serve.test_tools import FAMILIES
 
 pytestmark = pytest.mark.clients
 HERE = Path(__file__).parent
@@ -54,9 +55,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[S
         assert server.send("/health")[1]["engine_failures"] == 0
 
 
-def run_client(*command: str, cwd: Path) -> str:
+def run_client(*command: str, cwd: Path, environment: str = "MHP_CLIENTS_PYTHON") -> str:
     """Output of a program of the clients' environment. It fails the test with its own words."""
-    python = Path(os.environ["MHP_CLIENTS_PYTHON"])
+    python = Path(os.environ[environment])
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     own = {
@@ -156,6 +157,16 @@ def test_an_agent_on_renderers(server, expected, folder, tmp_path):
         right = [float(row[token]) for row, token in zip(rows, answer, strict=False)]
         assert turn["completion_logprobs"] == pytest.approx(right, abs=LOG_PROB_NOISE)
         computed = len(prompt) + len(answer) - 1  # the last id was never computed
+
+
+def test_agents(folder, tmp_path):
+    """Plain, streamed, five calls in a loop, a schema; cached tokens are the server's, through litellm's proxy, too."""
+    template, program = tmp_path / "chat.jinja", HERE.parents[1] / "scripts/agent_clients.py"
+    template.write_text(FAMILIES["qwen3-coder"][0])
+    options = ["--tokenizer", str(folder), "--chat-template", str(template), "--max-sequence-length", "4096"]
+    with started(tmp_path, "--preset", "tiny", *options, ranks=1) as server:
+        print(said := run_client(str(program), server.url, cwd=tmp_path, environment="MHP_AGENTS_PYTHON"))
+    assert said.count("5 calls, a schema") == 8
 
 
 def lm_eval_task(folder: Path, name: str, rows: list[dict[str, Any]], **fields: Any) -> None:

@@ -238,7 +238,7 @@ def test_a_kind_without_a_ring_goes_on_from_the_last_accepted_token(platform, mo
         positions[others] = 0  # these start over, with a prefill
         before, accepted = positions[live], [dice.randint(1, drafts + 1) for _ in live]
         lengths = np.array([drafts + 1] * decodes + [dice.randint(1, 9) for _ in others])
-        states.decodes.prepare(everyone, positions[everyone], lengths, decodes=decodes)
+        states.decodes.prepare(everyone, positions[everyone], lengths, everyone, decodes=decodes)
         states.decodes.copy()
         states.decodes.show(torch.tensor([*map(shared.row, live.tolist()), -1][:requests]))
         rows = torch.tensor([[1.0] * right + [100.0] * (drafts + 1 - right) for right in [*accepted, 0][:requests]])

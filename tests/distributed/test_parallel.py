@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from megatron_hybrid_prefix.text.calls import answer_grammar
 from tests.engine.test_prompt_log_probs import Reference, wrong
 from tests.harness.engine_helpers import LOG_PROB_NOISE, assert_same, greedy, random_tokens
+from tests.harness.grammar_walks import END, record
 from tests.harness.lifecycle_helpers import MODES
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.selection import mostly_slow
@@ -24,6 +28,14 @@ WITH_TOP = {"params": {"skip_prompt_log_probs": False, "top_n_logprobs": 2}, "to
 # Endings of one context, which part at a boundary, one before it and one after it.
 CONTEXT = random_tokens(240, seed=128)
 ENDINGS = [CONTEXT[:cut] + random_tokens(40, seed=60 + n) for n, cut in enumerate((127, 128, 129, 128))]
+# What answers must match, their end tokens, and how they look. The last one's end token is the only letter that goes on.
+SCHEMA = record({"n": {"type": "integer", "minimum": 0, "maximum": 99}, "ok": {"enum": [True, None]}}, 2)
+OBJECT = r'\s*\{\s*"n"\s*:\s*\d\d?\s*,\s*"ok"\s*:\s*(true|null)\s*\}\s*'
+FORCED = {"is_thinking": False, "is_xml": False, "must_call": True, "at_most_one": True}
+CALL = answer_grammar(None, [{"function": {"name": "run", "parameters": SCHEMA}}], (), None, **FORCED)
+CALLED = rf'\s*<tool_call>\n\{{"name": "run", "arguments": {OBJECT}\}}\n</tool_call>'
+MATCHED = [({"json": SCHEMA}, END, OBJECT), (CALL, END, CALLED), ({"regex": "abc"}, ord("c"), None)] * 2
+BIAS = [(ord(letter), 9.0) for letter in '"}:,'] + [(ord(blank), -9.0) for blank in " \n\r\t"]
 
 
 def parts() -> dict[str, Any]:
@@ -44,6 +56,12 @@ def parts() -> dict[str, Any]:
         found[f"chunked {mode}"] = {"engine": fields | {"max_tokens": 64}, "events": [*chunks, ["run"]]}
         fields |= {"slots": 32, "mamba_gb": 0.02, "retention_interval_tokens": None, "max_tokens": 128}
         found[f"endings {mode}"] = {"engine": fields, "events": endings}
+    asked = []
+    for seed, (wanted, end, _) in enumerate(MATCHED):
+        how = {"structured_outputs": wanted, "logit_bias": BIAS, "seed": seed}
+        asked.append(["ask", CONTEXT[: 130 + seed], 150, {"params": {"termination_id": end}, "sampling_options": how}])
+    if find_spec("llguidance"):
+        found["grammars"] = {"engine": ENGINE | {"slots": 32}, "events": [*asked, ["run"]]}
     return found
 
 
@@ -76,6 +94,18 @@ def test_tokens_and_log_probs_of_mixed_batches(one_rank, two_ranks):
     for rank in two_ranks[1]:
         assert len(rank["mixed"]["answers"]) == len(LENGTHS)
         assert_same(rank["mixed"]["answers"], one_rank["mixed"]["answers"])
+
+
+@pytest.mark.multi
+def test_grammars_and_forced_calls(one_rank, two_ranks):
+    """Answers are those of one rank, and match; a grammar that gets stuck fails its request alone, on all ranks."""
+    pytest.importorskip("llguidance")
+    for found in (one_rank, *two_ranks[1]):
+        answers = found["grammars"]["answers"]
+        assert_same(answers, one_rank["grammars"]["answers"])
+        for (_, _, form), answer in zip(MATCHED, answers, strict=True):
+            text = bytes(answer["tokens"][:-1]).decode()
+            assert answer["failed"] if form is None else re.fullmatch(form, text), text
 
 
 @pytest.mark.multi

@@ -202,3 +202,8 @@ def test_the_last_registered_matching_kind_wins(kind, model, monkeypatch):
     assert all(hasattr(module, "slot_layer_number") for module in layers)
     restore_mixers(model)
     assert [type(module) for module in layers] == before
+
+
+def test_bits_of_a_kind_without_a_decode_over_the_open_chunk_are_refused_in_one_line(model):
+    with pytest.raises(ValueError, match=r"^layers of kind leaky_recall have no decode with the bits of their prefill"):
+        EngineHarness(model, exact="bits")

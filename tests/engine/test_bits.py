@@ -5,22 +5,22 @@ from __future__ import annotations
 import logging
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.torch_norm import L2Norm
 
 from megatron_hybrid_prefix import HybridPrefixConfig
-from megatron_hybrid_prefix.layers import invariant, mamba2
+from megatron_hybrid_prefix.layers import invariant
 from megatron_hybrid_prefix.layers.invariant import invariant_problem
-from megatron_hybrid_prefix.layers.step import ChunkGrid
+from megatron_hybrid_prefix.layers.step import ChunkGrid, DecodeStep
 from megatron_hybrid_prefix.mcore.context.exact import end_on_grid
 from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
-from megatron_hybrid_prefix.mcore.engine.record import RequestRecord
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
-from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequestRecord, KVCacheManagementMode
-from tests.harness.bits import Alone, BitsTraffic, bits, by_rows, differing, exact_harness
-from tests.harness.engine_helpers import greedy
+from megatron_hybrid_prefix.ops import mamba_scan
+from megatron_hybrid_prefix.upstream.names import KVCacheManagementMode
+from tests.harness.bits import LARGE, Alone, BitsTraffic, bits, by_rows, differing, exact_harness
 from tests.harness.lifecycle_helpers import EngineHarness, tokens
 from tests.harness.selection import mostly_slow
 
@@ -66,8 +66,118 @@ def everything(model) -> EngineHarness:
 def test_chunks_hits_turns_batches_and_preempted_requests_have_the_bits_of_a_request_alone(tiny):
     harness = everything(tiny)
     assert harness.engine.evicted_request_count > 0
-    assert [harness.finished[number].num_cached_tokens for number in (1, 2, 3, 4)] == [0, 384, 0, 96]
+    assert [harness.finished[number].num_cached_tokens for number in (1, 2, 3, 4)] == [0, 384, 0, 192]
     assert differing(harness, Alone(tiny, block_size_tokens=96)) == []
+
+
+# -- a decode is the open chunk ------------------------------------------------------------------------------------------
+
+
+def decoded_otherwise(model, lengths=(63, 100, 128), count=140, block=128, **fields) -> int:
+    """Generated tokens whose log-prob is another one than in one forward over prompt and answer, with no cache."""
+    harness, plain = (exact_harness(model, slots=slots, block_size_tokens=block, **fields) for slots in (8, 0))
+    for seed, length in enumerate(lengths):
+        harness.add(tokens(0, length, seed=seed), count)
+    harness.run()
+    differ = 0
+    for request in harness.finished.values():
+        prompt, answer = request.prompt_tokens.tolist(), list(request.generated_tokens)
+        whole = plain.send(prompt + answer, count=1, params={"skip_prompt_log_probs": False})
+        pairs = zip(request.generated_log_probs, whole.prompt_log_probs[len(prompt) - 1 :], strict=True)
+        differ += sum(decoded != prefilled for decoded, prefilled in pairs)
+    return differ
+
+
+@pytest.mark.parametrize("case", mostly_slow(["tiny 96", "tiny 128", "tiny_gdn 64", "both_kinds 128"], "tiny 96"))
+def test_a_decode_has_the_bits_of_one_forward_over_prompt_and_answer(request, case):
+    """Prompts that end inside of a chunk, a token before its end, and at it; answers over two ends."""
+    name, block = case.split()
+    assert decoded_otherwise(request.getfixturevalue(name), block=int(block), async_sched_mode="async") == 0
+
+
+def flushed_off_the_grid(self, grid, own, positions, slots, unspoiled=DecodeStep._open):
+    """At the middle of chunks, too: these begin there."""
+    unspoiled(self, HalfGrid(chunk_tokens=grid.chunk_tokens, block_tokens=grid.block_tokens), own, positions, slots)
+
+
+class HalfGrid(ChunkGrid):
+    def begin(self, position_tokens):
+        return position_tokens - position_tokens % (self.chunk_tokens // 2)
+
+
+def other_order(*args, out, last=False, outputs=mamba_scan.chunk_outputs, **fields):
+    """Of decodes, as if a large term were added first, and taken away last."""
+    outputs(*args, out=out, last=last, **fields)
+    if last:
+        out.copy_(out + LARGE - LARGE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        (DecodeStep, "_open", flushed_off_the_grid),
+        (mamba_scan, "chunk_outputs", other_order),
+        (HybridPrefixConfig, "states_are", "bfloat16"),
+    ],
+    ids=["a ring flushed off the grid", "a tile with another order", "states in bfloat16"],
+)
+def test_a_decode_with_other_bits_than_a_prefill_is_noticed(tiny, monkeypatch, mutant):
+    assert decoded_otherwise(tiny, lengths=[128]) == 0
+    monkeypatch.setattr(*mutant)
+    assert decoded_otherwise(tiny, lengths=[128]) > 0
+
+
+@pytest.mark.parametrize("name", mostly_slow(["tiny", "tiny_gdn"], "tiny"))
+def test_the_next_turn_resumes_at_the_last_block_of_the_answer(request, name):
+    """With the bits that it has alone."""
+    model = request.getfixturevalue(name)
+    harness = exact_harness(model, block_size_tokens=256)
+    history, computed = tokens(0, 600, seed=1), []
+    for turn, count in enumerate((180, 50)):
+        answered = harness.send(history, count=count)
+        computed.append(len(history) - answered.num_cached_tokens)
+        history = history + list(answered.generated_tokens) + tokens(0, 50, seed=2 + turn)
+    assert computed == [600, 830 - 768]
+    assert computed[1] <= 306
+    assert differing(harness, Alone(model, block_size_tokens=256)) == []
+
+
+@pytest.mark.parametrize("name", mostly_slow(["tiny", "both_kinds"], "tiny"))
+def test_states_and_kv_of_an_answer_are_those_of_a_prefill(request, name):
+    """A hit on an answer is computed without the cache, and compared."""
+    harness = exact_harness(request.getfixturevalue(name), verify_hits=1.0, block_size_tokens=128)
+    answered = harness.send(tokens(0, 50, seed=1), count=230)
+    harness.send(tokens(0, 50, seed=1) + list(answered.generated_tokens) + [7], count=1)
+    stats = harness.context.prefix_stats()
+    assert (stats.verified_hits, stats.verify_mismatches) == (1, 0)
+
+
+def test_a_score_has_the_bits_of_what_was_generated(both_kinds):
+    """Whose answers were decoded in a batch. Only blocks whose log-probs are not kept are computed: those of the answer, the first time."""
+    harness, plain = (exact_harness(both_kinds, slots=slots, block_size_tokens=128) for slots in (8, 0))
+    harness.send(tokens(0, 200, seed=1), tokens(0, 37, seed=2), count=100, params={"skip_prompt_log_probs": False})
+    computed = [harness.context.prefix_stats().computed_prompt_tokens]
+    for request in 2 * [harness.finished[number] for number in (1, 2)]:
+        sequence = request.prompt_tokens.tolist() + list(request.generated_tokens)
+        generated = [*request.prompt_log_probs, *request.generated_log_probs]
+        assert harness.engine.score(sequence) == generated == plain.engine.score(sequence)
+        computed.append(harness.context.prefix_stats().computed_prompt_tokens)
+    assert np.diff(computed).tolist() == [300 - 128, 137, 300 - 256, 137 - 128]
+    harness.check_drained()
+
+
+def test_a_preempted_request_does_not_decode_again(tiny):
+    """It prefills what it had decoded after its last cached block, however often."""
+    harness = exact_harness(tiny, blocks=15)
+    decoded = []
+    harness.engine.on_step = lambda: decoded.append(harness.context.num_decode_requests)
+    for seed in range(4):
+        harness.add(tokens(0, 100, seed=seed), 150)
+    harness.run()
+    assert harness.engine.evicted_request_count > 0
+    assert sum(decoded) <= 4 * 150
+    assert differing(harness, Alone(tiny)) == []
 
 
 # Many settings rather than many requests: between them they evict from the device and from the host, load, and preempt.
@@ -101,17 +211,19 @@ def test_multipliers_are_applied(tiny_granite_dense):
 
 @pytest.fixture
 def marked(tiny, monkeypatch):
-    """A model that has other values, not only other rounding, if chunks start elsewhere or a token is decoded, not prefilled."""
-    scan, convolve = mamba2.scan_by_slots, mamba2.convolve_tokens
+    """A model that has other values, not only other rounding, if chunks start elsewhere."""
 
-    def scan_with_marks(states, bounds, *, x, **fields):
-        first = bounds[bounds < len(x)].long().unique()
-        x = x.clone()
-        x[first] *= 2
-        return scan(states, bounds, x=x, **fields)
+    def with_marks(function, at):
+        def marked_function(x, *given, **fields):
+            bounds = given[at]
+            x = x.clone()
+            x[bounds[bounds < len(x)].long().unique()] *= 2
+            return function(x, *given, **fields)
 
-    monkeypatch.setattr(mamba2, "scan_by_slots", scan_with_marks)
-    monkeypatch.setattr(mamba2, "convolve_tokens", lambda *args, **fields: 2 * convolve(*args, **fields))
+        return marked_function
+
+    for name, at in (("pass_states", 3), ("chunk_outputs", 5)):  # of prefills and of decodes
+        monkeypatch.setattr(mamba_scan, name, with_marks(getattr(mamba_scan, name), at))
     return tiny
 
 
@@ -130,8 +242,6 @@ SPOILED = {
     "a grid that starts at the span": (ChunkGrid, "ends", a_grid_that_starts_at_the_span, {1}),
     # The second goes on from what the first left.
     "chunks that end anywhere": (HybridPrefixEngine, "tokens_of_chunk", lambda self, request: None, {1, 2}),
-    "cached answers": (HybridPrefixConfig, "caches_answers", True, {4}),
-    "prefilled answers": (RequestRecord, "checkpoint", DynamicInferenceRequestRecord.checkpoint, {6, 8}),
 }
 
 
@@ -235,41 +345,6 @@ def test_the_default_computes_as_without_the_mixins(platform, monkeypatch):
         harness.send(*prompts, count=3)
         answers.append([bits(harness.finished[number]) for number in sorted(harness.finished)])
     assert answers[0] == answers[2] != answers[1]
-
-
-@pytest.mark.slow
-def test_an_unseeded_sample_survives_a_preemption(tiny):
-    """A preempted request decodes its known tokens again; their log-probs have the bits of an unhurried decode."""
-    harness = exact_harness(tiny, blocks=15)
-    options = {"temperature": 1.5}
-    ids = [harness.add(tokens(2, 50, seed=s), 20, sampling_options=options) for s in range(4)]
-    harness.run()
-    assert harness.engine.evicted_request_count > 0
-    calm = exact_harness(tiny, slots=0, max_requests=2)
-    for number in ids:
-        request = harness.finished[number]
-        own = calm.add(request.prompt_tokens.tolist(), 20)
-        record = calm.engine._records[own] = calm.engine.requests[own].record
-        record.replay = list(request.generated_tokens)
-        calm.run()
-        assert bits(calm.finished[own]) == bits(request)
-
-
-def test_the_id_of_an_aborted_request_that_was_to_replay_can_be_used_again(tiny):
-    harness = exact_harness(tiny, blocks=7, slots=0)
-    for seed in range(4):
-        harness.add(tokens(1, 60, seed=seed), 70)
-    replaying = harness.engine._records
-    while not replaying and harness.engine.has_unfinished_requests():
-        harness.step()
-    number = next(iter(replaying))
-    harness.engine.abort_request(number)
-    harness.step()
-    assert number in harness.finished
-    prompt = tokens(0, 9, seed=9)
-    harness.engine.add_request(number, prompt, greedy(3))
-    harness.run()
-    assert bits(harness.finished[number]) == bits(exact_harness(tiny, slots=0).send(prompt, count=3))
 
 
 def test_an_unseeded_sample_survives_a_suspension(tiny):

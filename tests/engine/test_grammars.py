@@ -164,17 +164,6 @@ def test_min_tokens_bar_the_end_while_something_else_may_come(tiny):
     assert bytes(list(served.finished[over].generated_tokens)[:-1]) == b"xxxx"
 
 
-def test_a_grammar_that_gets_stuck_fails_alone(tiny):
-    """Its end token is the only letter that goes on: the others, one with the same prompt, are answered."""
-    served = EngineHarness(tiny)
-    stuck = ask(served, tokens(1, 3, 1), {"regex": "abc"}, 9, end=ord("c"))
-    right = [ask(served, tokens(1, 3, 1), {"regex": "abc"}), ask(served, tokens(0, 9, 2), {"regex": "abc"})]
-    served.run()
-    assert "its grammar" in str(served.finished[stuck].events) and served.finished[stuck].generated_length != 9
-    assert all(bytes(list(served.finished[number].generated_tokens)[:-1]) == b"abc" for number in right)
-    served.check_drained()
-
-
 CHAIN = "start: T0\n" + "\n".join(f"T{at}: T{at + 1}" for at in range(12_000)) + '\nT12000: "a"'
 WRONG = {
     "regex": ({"regex": "(a"}, "unclosed group"),

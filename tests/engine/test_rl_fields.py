@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,17 +236,30 @@ def test_bits_of_processed_log_probs_where_they_are_the_raw_ones(model):
     assert len(found) == 8 and all(each == found[0] for each in found)
 
 
-@pytest.mark.parametrize(
-    "changed", [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.5}, {"top_k": 1}, {"top_k": 5, "top_p": 0.5}], ids=str
-)
-def test_bits_of_other_processed_log_probs_are_refused_in_one_line(model, changed):
-    rollouts = Rollouts(rl_engine(model, BITS))
-    with pytest.raises(ValueError, match="only where they are the raw ones, at temperature 1 without filters") as error:
-        rollouts.engine.add_request(0, PROMPT, sampling(**changed))
-    assert "\n" not in str(error.value)
-    rollouts.engine.add_request(0, PROMPT, sampling(**changed, return_log_probs=False))
-    rollouts.run()
-    assert len(rollouts.finished[0].generated_tokens) == 6
+OTHERS = [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.5}, {"top_k": 1}, {"temperature": 1.5, "top_p": 0.5}]
+
+
+@pytest.mark.parametrize("mode", ["legacy", "async"])
+def test_bits_of_other_processed_log_probs(model, mode):
+    """Greedy, or seeded: alone in an engine that reuses nothing, cold among others with the same options and others, and on a hit."""
+    asked = [changed | {"seed": seed} for changed in OTHERS for seed in (1, 2)]
+    found = []
+    for alone in (True, False, False):
+        rollouts = Rollouts(rl_engine(model, replace(BITS, mamba_gb=0.0) if alone else BITS, async_sched_mode=mode))
+        for again in (False, True):
+            for options in asked:
+                params = sampling()
+                params.add_attributes({"sampling_options": options})
+                rollouts.engine.add_request(rollouts.next_id, PROMPT[: len(PROMPT) - again], params)
+                rollouts.next_id += 1
+                if alone:
+                    rollouts.run()
+            rollouts.run()
+        found.append(
+            [(each.generated_tokens, each.generated_log_probs) for _, each in sorted(rollouts.finished.items())]
+        )
+    assert len(found[0]) == 2 * len(asked) and found[1] == found[0] == found[2]
+    assert {log_prob for _, log_probs in found[0] for log_prob in log_probs} > {0.0}
 
 
 @pytest.mark.parametrize("mode", ["legacy", "async"])

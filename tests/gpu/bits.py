@@ -83,6 +83,18 @@ def play(engine, jobs, seed):
     return finished, steps
 
 
+def scores_that_differ(engine, jobs, truth, most=60):
+    """How many log-probs of answers are others than by one prefill of prompt and answer; answers of more than a chunk among them."""
+    long = [Job(job.prompt, 300, False) for job in jobs[:4]]
+    params = [job.params(cache_salt=f"long {number}") for number, job in enumerate(long)]
+    found = [bits(engine.generate([job.prompt], own)[0].merge()) for job, own in zip(long, params, strict=True)]
+    differ = 0
+    for job, (tokens, log_probs, _) in zip([*long, *jobs[:most]], [*found, *truth[:most]], strict=True):
+        scores = engine.score(job.prompt + tokens)[len(job.prompt) - 1 :]
+        differ += sum(score != log_prob for score, log_prob in zip(scores, log_probs, strict=True))
+    return differ
+
+
 @contextmanager
 def dependent_on_rows(shape):
     """Products with weights of this shape are sums of two, in an order that depends on the number of rows."""
@@ -133,10 +145,10 @@ def main(options):
     report = {"platform": platform.describe(), "preset": options.preset, "dtype": config.dtype}
     report["requests"] = options.requests
     model = build_hybrid_model(config, seed=0, transformer_impl="local", cuda_graph_impl="none")
-    sizes = {"block_tokens": options.block_tokens, "max_requests": MAX_REQUESTS}
+    sizes = {"block_tokens": options.block_tokens, "max_requests": MAX_REQUESTS, "is_open": True}
     blocks = PLENTY_TOKENS // options.block_tokens
     plenty = {"cache_gb": cache_gb_for(model, blocks, states=4 * MAX_REQUESTS, **sizes)}
-    tight = {"cache_gb": 3.5 * cache_gb_for(model, 24, states=4, **sizes), "host_gb": 2.0 if cuda else 0.05}
+    tight = {"cache_gb": cache_gb_for(model, 80, states=12, **sizes), "host_gb": 2.0 if cuda else 0.05}
     engines = {
         "eager": (plenty, {}),
         "async": (plenty, {"async_sched_mode": "async"}),
@@ -149,6 +161,7 @@ def main(options):
     with torch.inference_mode():
         alone = build_engine(model, HybridPrefixConfig(exact="bits", **plenty), **fields)
         jobs, truth = make_jobs(alone, options.requests, config.vocab_size, longest)
+        report["scores"] = scores_that_differ(alone, jobs, truth)
         del alone
         if speaks:
             print(f"each alone: {time.perf_counter() - begin:.1f} s since the start", flush=True)

@@ -35,7 +35,7 @@ PARTS = {
     "products": r"gemm|nvjet|xmma|splitk|gemv",
     "attention": r"flash|attention|fmha|append_key",
     # `_update_kernel` is that of Mamba2 and that of Gated DeltaNet in this package, the second is megatron's.
-    "state update": r"^_update_kernel|selective_scan_update|^_gates_kernel",
+    "state update": r"^_update_kernel|selective_scan_update|^_gates_kernel|^_chunk_|^_pass_|^_prepare_kernel",
     "convolution": r"conv",
     "norms": r"norm|rms",
     "sampling": r"softmax|argmax|sort|topk|multinomial|philox|radix",

@@ -61,7 +61,8 @@ def test_likewise_on_two_gpus(preset, tmp_path):
 
 
 def check(report):
-    """Same bits in every engine but the control; and requests were reused, evicted and run in batches, or it would say nothing."""
+    """Same bits in every engine but the control, and in one prefill of prompt and answer; and requests were reused, evicted and run in batches, or it would say nothing."""
+    assert report["scores"] == 0
     for engine in ("eager", "async", "tight", "graphs"):
         found = report[engine]
         assert not any(found["different"].values()), found

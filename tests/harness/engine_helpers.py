@@ -67,9 +67,16 @@ def kv_budget(
 
 
 def cache_gb_for(
-    model: Any, blocks: int, *, block_tokens: int, max_requests: int, states: int = 0, speculative_tokens: int = 0
+    model: Any,
+    blocks: int,
+    *,
+    block_tokens: int,
+    max_requests: int,
+    states: int = 0,
+    speculative_tokens: int = 0,
+    is_open: bool = False,
 ) -> float:
-    """``cache_gb`` for this many KV blocks beside this many states and the rings of all requests."""
+    """``cache_gb`` for this many KV blocks beside this many states and the rings of all requests; ``is_open``: with ``exact="bits"``."""
     from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
     from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
     from megatron_hybrid_prefix.pool.shared_memory import BlockShape, slot_bytes
@@ -79,8 +86,8 @@ def cache_gb_for(
     shape = (block_tokens, heads, config.kv_channels)
     block = BlockShape(before=(2, config.count("*")), after=shape, dtype=getattr(torch, config.dtype))
     states_of = mamba_state_config(model).states
-    size = slot_bytes(states_of.slots)
-    rings = states_of.rings(model.config.params_dtype, block_tokens=block_tokens, drafts=speculative_tokens)
+    size, dtype = slot_bytes(states_of.slots), model.config.params_dtype
+    rings = states_of.rings(dtype, block_tokens=block_tokens, drafts=speculative_tokens, is_open=is_open)
     page = PageLayout.of(block_bytes=block.bytes, state_bytes=size, alignment_bytes=ALIGNMENT_BYTES)
     own = own_bytes(size, rings, own_slots=1, requests=max_requests)
     total = blocks + 1 + ceil_div(states, page.page_states) * page.page_blocks

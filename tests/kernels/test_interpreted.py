@@ -22,7 +22,7 @@ def test_the_kernels_do_what_the_loops_do():
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_slot_ops.py", "test_chunk_outputs.py",
             "test_delta_rule.py", "test_delta_gates.py", "test_mamba_decode.py", "test_paged_attention.py",
             "test_checksum.py", "test_samples.py", "test_page_copies.py", "test_wrong_entries.py", "test_finite.py",
-            "test_elementwise.py", "test_gated_norm.py", "test_invariant_triton.py",
+            "test_elementwise.py", "test_gated_norm.py", "test_invariant_triton.py", "test_open_chunk.py",
             "test_one_memory.py", "test_residual_norm.py", "test_experts.py",
         ],
         cwd=FOLDER,

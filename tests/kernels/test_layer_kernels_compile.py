@@ -27,9 +27,19 @@ H200 = 132  # multiprocessors
 INT32 = {"sources_ptr", "starts_ptr", "chunk_bounds_ptr", "bounds_ptr", "end_ptr", "wrong_ptr"}
 INT32 |= {"cu_seqlens_q_ptr", "lengths_ptr", "block_table_ptr", "positions_ptr", "origins_ptr", "ends_ptr"}
 INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr"}
-INT64 |= {"rings_ptr", "kept_ptr", "slots_ptr", "entries_ptr", "ids_ptr", "sums_ptr", "expected_ptr", "places_ptr"}
+INT64 |= {
+    "added_ptr",
+    "rings_ptr",
+    "kept_ptr",
+    "slots_ptr",
+    "entries_ptr",
+    "ids_ptr",
+    "sums_ptr",
+    "expected_ptr",
+    "places_ptr",
+}
 FLOAT32 = {"log_decay_ptr", "decays_ptr", "dt_ptr", "steps_ptr"}
-OUTPUTS = {"P": 64, "N": 128, "CHUNK": 128, "OF_D": 1, "GATE": False}
+OUTPUTS = {"P": 64, "N": 128, "CHUNK": 128, "OF_D": 1, "GATE": False, "OPEN": False}
 OUTPUTS |= {"BLOCK_M": 64, "BLOCK_K": 128, "BLOCK_P": 64, "BLOCK_N": 128}
 KERNELS = {  # module, constants
     "_gates_kernel": (delta_gates, {"MARKS": True, "ROWS": 8, "BLOCK": 32}),
@@ -43,9 +53,9 @@ KERNELS = {  # module, constants
     "_zero_after_kernel": (mamba_scan, {"ROWS": 16, "BLOCK": 1024}),
     "_pass_states_kernel": (
         mamba_scan,
-        {"P": 64, "N": 128, "CHUNK": 128, "BLOCK_P": 64, "BLOCK_N": 64, "BLOCK_K": 64},
+        {"P": 64, "N": 128, "CHUNK": 128, "BLOCK_P": 64, "BLOCK_N": 64, "BLOCK_K": 64, "OPEN": False, "TOGETHER": 1},
     ),
-    "_chunk_decays_kernel": (mamba_scan, {"CHUNK": 128, "HEADS": 8}),
+    "_chunk_decays_kernel": (mamba_scan, {"CHUNK": 128, "HEADS": 8, "OPEN": False, "COLUMNS": 512}),
     "_chunk_outputs_kernel": (mamba_scan, OUTPUTS),
     "_norm_of_sum_kernel": (residual_norm, {"WIDTH": 4096, "PARTS": 8}),
     "_squared_relu_kernel": (elementwise, {"BLOCK": 2048}),
@@ -70,19 +80,37 @@ def type_of(name: str, inputs: str = "bf16") -> str:
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles(name, tmp_path):
     module, constants = KERNELS[name]
-    assert compiled(getattr(module, name), type_of, constants, tmp_path)
+    launch = {"num_warps": 4, "num_stages": 1} if name == "_chunk_outputs_kernel" else {}
+    assert compiled(getattr(module, name), type_of, constants, tmp_path, **launch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["_chunk_decays_kernel", "_pass_states_kernel", "_chunk_outputs_kernel"])
+def test_scan_of_open_chunks(name, tmp_path):
+    """As a decode launches it: registers suffice."""
+    constants = KERNELS[name][1] | {"OPEN": True}
+    constants |= {"_chunk_outputs_kernel": mamba_scan._TILE, "_pass_states_kernel": {"TOGETHER": 32}}.get(name, {})
+    types = {"states_ptr": "*fp32", "before_ptr": "*fp32", "sources_ptr": "*i64", "A_ptr": "*fp32", "dt_ptr": "*bf16"}
+    types |= {"dt_ptr": "*fp32"} if name == "_pass_states_kernel" else {}
+    options = {key: constants.pop(key) for key in ("num_stages",) if key in constants}
+    sass = compiled(
+        getattr(mamba_scan, name), lambda arg: types.get(arg) or type_of(arg), constants, tmp_path, **options
+    )
+    assert not spills(sass) and ("HMMA" in sass) == (name == "_chunk_outputs_kernel")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "dtype", "size"),
+    ("name", "dtype", "size", "is_open"),
     [
-        *((name, torch.bfloat16, size) for name in DELTA_RULE for size in (16, 64, 80, 128)),
-        *(("_pass_kernel", dtype, 256) for dtype in (torch.bfloat16, torch.float32)),
+        *((name, torch.bfloat16, size, False) for name in DELTA_RULE for size in (16, 64, 80, 128)),
+        *((name, torch.bfloat16, 128, True) for name in DELTA_RULE),
+        *(("_pass_kernel", dtype, 256, False) for dtype in (torch.bfloat16, torch.float32)),
     ],
 )
-def test_delta_rule(name, dtype, size, tmp_path):
+def test_delta_rule(name, dtype, size, is_open, tmp_path):
     launch = dict(getattr(delta_rule_triton.launch_options(dtype, size, size, normalise=True), DELTA_RULE[name]))
+    launch |= {"OPEN": is_open} | ({"num_stages": 1} if is_open else {})
     options = {key: launch.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in launch}
     inputs = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
 

@@ -73,6 +73,8 @@ def test_ranks_and_types():
     of_rank = sizes_of("nemotron-h-8b", tp=4).rings(256, 0)
     assert of_rank.tokens == 16 and 4 * of_rank.bytes(1) == RING_BYTES
     assert whole.kv_block_bytes(256) == 256 * TOKEN_BYTES
+    of_token = 128 * 64 + 8 * 128 + 128  # x, B and dt, beside the inputs of the convolution
+    assert sizes_of("hybrid-4b").open_ring_bytes == 13 * 2 * (128 * of_token + 4 * (128 * 64 + 2 * 8 * 128))
 
 
 def test_gated_delta_net(tmp_path, capsys):

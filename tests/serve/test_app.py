@@ -18,7 +18,6 @@ from megatron_hybrid_prefix.serve.event_stream import EventStream
 from megatron_hybrid_prefix.serve.generation import Generation
 from megatron_hybrid_prefix.serve.metrics import ServerMetrics
 from megatron_hybrid_prefix.serve.protocol import read_request
-from megatron_hybrid_prefix.serve.ranks import RankEngine
 from megatron_hybrid_prefix.serve.replicas import ReplicaLoop
 from tests.harness.limits import HANG_S
 from tests.serve.test_clients import served
@@ -194,26 +193,3 @@ def test_the_end_of_a_stream_is_told_when_sending_raises():
     with pytest.raises(RuntimeError, match="no such connection"):
         asyncio.run(stream({}, receive, send))
     assert ends == [(generation, False)] and generation.closed == 1
-
-
-def test_tokens_of_a_request_that_replays_its_answer_are_sent_once():
-    """With ``exact="bits"``, a preempted request has no tokens until it has decoded them again."""
-    part = SimpleNamespace(
-        sampling_params=None,
-        generated_tokens=[],
-        generated_log_probs=None,
-        generated_top_n_logprobs=None,
-        prompt_log_probs=None,
-        prompt_tokens=[1, 2],
-        num_cached_tokens=0,
-        routing_indices=None,
-    )
-    rank, sent = RankEngine.__new__(RankEngine), []
-    rank._seen_tokens = {}
-    rank.engine = SimpleNamespace(
-        requests={7: SimpleNamespace(record=SimpleNamespace(requests=[part]))}, send_partials=sent.extend
-    )
-    for answer in ([], [5], [5, 6], [], [5], [5, 6], [5, 6, 7]):
-        part.generated_tokens = answer
-        rank._send_new_tokens()
-    assert [output["tokens"] for output in sent] == [[5], [6], [7]]

@@ -399,6 +399,7 @@ def test_conversations_of_other_clients_are_accepted(server, salt):
 
 
 def test_variables_of_a_template():
+    """And what a template cannot do, such as leave its sandbox."""
     form = ChatForm("{% for m in messages %}{{ m.role }}{{ m.tool_calls }}{% endfor %}{{ enable_thinking }}")
     model = served(chat=form)
     calls = [{"function": {"name": "f", "arguments": '{"a": 1}'}}]
@@ -406,7 +407,8 @@ def test_variables_of_a_template():
     body = CHAT | {"messages": messages, "chat_template_kwargs": {"enable_thinking": 7}}
     text = bytes(read_request(body, "chat", model, None).prompts[0].tokens).decode()
     assert "'arguments': {'a': 1}" in text and text.endswith("tool7")
-    for template in ("{{ 1 // 0 }}", "{{ range(10**9) }}", "{{ x.y.z }}", "{{ messages + 1 }}"):
+    leaves = ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ namespace.__init__.__globals__ }}")
+    for template in ("{{ 1 // 0 }}", "{{ range(10**9) }}", "{{ x.y.z }}", "{{ messages + 1 }}", *leaves):
         with pytest.raises(ValueError, match="refuses these messages"):
             ChatForm(template).render([{"role": "user", "content": "x"}])
 

@@ -16,7 +16,7 @@ from megatron_hybrid_prefix.text import grammar
 from tests.harness.grammar_walks import JSON, record, walk
 from tests.harness.limits import HANG_S
 from tests.serve.test_clients import served
-from tests.serve.test_serve import PROMPT, complete
+from tests.serve.test_serve import PROMPT, check_stuck, complete
 from tests.serve.test_tools import FAMILIES, ask, pieces, streamed, tools_server  # noqa: F401
 
 pytest.importorskip("llguidance")
@@ -116,6 +116,8 @@ WRONG = {
         CALL | {"tools": [tool("run", {"properties": {"n": {"type": "x"}}})]},
         "structured_outputs",
     ),
+    "drafts": ({}, "structured_outputs"),
+    "drafts, a call": (CALL, "structured_outputs"),
     "no name of a tag": (CALL | {"tools": [tool("run", {"properties": {"a>": TEXT}})]}, "tools"),
 }
 
@@ -123,17 +125,28 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_400_in_one_line(name):
     fields, param = WRONG[name]
+    model = served(chat=ChatForm(FAMILIES["qwen3-coder"][0]), has_drafts=name.startswith("drafts"))
     with pytest.raises(ApiError) as refused:
-        read_request(ASKED | fields, "chat", served(chat=ChatForm(FAMILIES["qwen3-coder"][0])), None)
+        read_request(ASKED | fields, "chat", model, None)
     assert (
         refused.value.status == 400 and refused.value.body["error"]["param"] == param and "\n" not in str(refused.value)
     )
 
 
-def test_400_with_drafts():
-    for fields in (ASKED, ASKED | CALL):
-        with pytest.raises(ApiError, match="num-speculative-tokens"):
-            read_request(fields, "chat", served(has_drafts=True, chat=ChatForm(FAMILIES["hermes"][0])), None)
+def test_a_grammar_that_gets_stuck_is_400(server):
+    check_stuck(server)
+
+
+def test_a_grammar_that_nobody_has_time_for_is_503(monkeypatch):
+    """A prompt that is too long is found before."""
+    monkeypatch.setattr(grammar, "_SIDE_BY_SIDE", threading.BoundedSemaphore(1))
+    monkeypatch.setattr(grammar, "LIMIT_S", 0)
+    body = ASKED | {"response_format": None, "structured_outputs": {"regex": "not compiled yet"}}
+    with grammar._SIDE_BY_SIDE:
+        for more, status, headers in (({}, 503, {"retry-after": "1"}), ({"max_tokens": 10**6}, 400, None)):
+            with pytest.raises(ApiError) as refused:
+                read_request(body | more, "chat", served(), None)
+            assert (refused.value.status, refused.value.headers) == (status, headers)
 
 
 def test_others_are_answered_while_a_grammar_is_compiled(server, monkeypatch):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from megatron_hybrid_prefix.serve.http_server import SAME_SIGNAL_S
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import HANG_S
 from tests.harness.server_process import ADMIN, BLOCK, HIT, PROMPT, Endpoint, Server, children, post, started
-from tests.serve.test_serve import TOKENIZER, cached, check_hits, complete, many_at_once, running, why_not
+from tests.serve.test_serve import TOKENIZER, cached, check_hits, check_stuck, complete, many_at_once, running, why_not
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
@@ -248,6 +249,10 @@ def test_one_replica_of_two_ranks_until_a_process_is_killed(tmp_path, tiny, vict
     with started(tmp_path, "--tp", "2", with_torchrun=True) as server:
         check_hits(server, tiny, "before")
         assert len(server.metric("slots")) == 1
+        if find_spec("llguidance"):
+            answer = complete(server.client(), extra={"structured_outputs": {"regex": "abc"}})
+            assert answer.choices[0].text == "abc"
+            check_stuck(server)
         with complete(server.client(), max_tokens=700, stream=True, extra={"ignore_eos": True}) as stream:
             next(iter(stream))
         server.wait_until_drained()  # all ranks aborted it at the same step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -31,15 +30,10 @@ class LostLoad(TokenOverflowError):
 
 
 class Admissions:
-    """Admits prompts to a `HybridPrefixContext`, whole or chunk by chunk.
-
-    Attributes:
-        may_start: Whether the engine lets a request start now; gets the request.
-    """
+    """Admits prompts to a `HybridPrefixContext`, whole or chunk by chunk."""
 
     def __init__(self, context: Any, cache: HybridPrefixCache, requests: KnownRequests, step: StepState) -> None:
         self._context, self._cache, self._requests, self._step = context, cache, requests, step
-        self.may_start: Callable[[Any], bool] = lambda req: True
         self._short_prompts = 0
 
     def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks:
@@ -53,7 +47,6 @@ class Admissions:
         """Whether there is room for the request, its tokens, its KV. Read-only."""
         context, length = self._context, req.remaining_prompt_length
         rows = context.total_request_count < context.max_requests and context.paused_request_count == 0
-        rows = rows and self.may_start(req)
         if req.finished_chunk_token_count:
             tokens = context.active_token_count + length <= context.max_tokens
             return rows, tokens, context.chunk_needs(req, length)[0] <= self._cache.blocks.available_count

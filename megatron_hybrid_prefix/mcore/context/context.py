@@ -110,7 +110,8 @@ class HybridPrefixContext(SlotContext):
         # Keep megatron from allocating its own cache, and from warning about it.
         inference_config = dataclasses.replace(inference_config, enable_prefix_caching=False, mamba_memory_ratio=None)
         if prefix.cache_gb is not None:
-            inference_config = for_cache_gb(inference_config, prefix.cache_gb, model_config)
+            is_exact = prefix.exact is not None
+            inference_config = for_cache_gb(inference_config, prefix.cache_gb, model_config, is_exact=is_exact)
         # Megatron's constructor allocates memory and resets the context: it needs the settings, and there is no cache yet.
         self.prefix_config, self._is_made = prefix, False
         self.is_exact, self.samples_weights = prefix.exact is not None, prefix.check_weights
@@ -157,7 +158,7 @@ class HybridPrefixContext(SlotContext):
             self, total_blocks + 1, min(paused, total_blocks - 1), cache=cache
         )
         self._follow_decodes: Callable[[], None] = lambda: None
-        if prefix.caches_answers and self.checkpoint_slots:
+        if prefix.decode_checkpoints and self.checkpoint_slots:
             self._follow_decodes = DecodedStates(self, cache, self._events).follow
         self.scored = ScoredPrompts(self, cache, self._scores)
         self._requests = KnownRequests(cache, self._scores, prefix.verify_hits)
@@ -240,8 +241,7 @@ class HybridPrefixContext(SlotContext):
 
     # -- match, admit, plan --------------------------------------------------------------------------------------------
 
-    def serve(self, model: Any, *, may_start: Callable[[Any], bool]) -> None:
-        self._admissions.may_start = may_start
+    def serve(self, model: Any) -> None:
         if self.host_moves is not None:
             name_entries(self, model)
             self.prefix_cache.loads.use_rate(page_tokens(self, model))
@@ -463,7 +463,7 @@ class HybridPrefixContext(SlotContext):
 
     def evict_overflow_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
         """Preempted requests swap out to the host."""
-        # Exact ones start over: a prefill of their answer would differ from what their decode computed.
+        # Exact ones resume at their last cached block: a state inside of a chunk is none that a prefill has.
         self._step.swaps_out = self.host_moves is not None and not self.is_exact
         try:
             return super().evict_overflow_paused_requests(*args, **kwargs)

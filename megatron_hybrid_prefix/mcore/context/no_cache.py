@@ -39,12 +39,11 @@ class NoCache:
     finished_routes: Mapping[int, Any] = MappingProxyType({})
     is_exact = prompts_on_host = samples_weights = keeps_on_resume = False
 
-    def serve(self, model: Any, *, may_start: Any) -> None:
+    def serve(self, model: Any) -> None:
         """An engine is made around this context.
 
         Args:
             model: This rank's part of its model.
-            may_start: Whether the engine lets a request start now; gets the request.
         """
 
     @property

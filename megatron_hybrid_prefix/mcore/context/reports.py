@@ -56,7 +56,7 @@ def policy_report(context: Any) -> str:
     prefix = context.prefix_config
     interval = prefix.retention_interval_tokens
     every = "by the length of a prompt" if interval is None else f"every {interval} tokens" if interval else "off"
-    switches = (("decode", prefix.caches_answers), ("coalescing", context.coalesces))
+    switches = (("decode", prefix.decode_checkpoints), ("coalescing", context.coalesces))
     return (
         f"prefix cache: blocks of {context.block_size_tokens} tokens, SSM chunks of {context.mamba_chunk_size}; intervals {every}, "
         + ", ".join(f"{name} {'on' if on else 'off'}" for name, on in switches)

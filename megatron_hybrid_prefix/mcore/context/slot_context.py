@@ -163,7 +163,7 @@ class SlotContext(ContextSeam, NoCache):
     def rings(self) -> RingLayout:
         """What a running request keeps beside its state."""
         of_steps = {"block_tokens": self.block_size_tokens, "drafts": self.num_speculative_tokens}
-        return self.model_states.rings(self.params_dtype, **of_steps)
+        return self.model_states.rings(self.params_dtype, **of_steps, is_open=self.is_exact)
 
     def deallocate_inference_state_buffers(self) -> None:
         """Drops the tensors of states if megatron deletes them."""
@@ -199,14 +199,15 @@ class SlotContext(ContextSeam, NoCache):
         active = slice(self.paused_request_count, self.total_request_count)
         live, begins = self.live_indices[active], self.request_kv_length_offsets[active]
         lengths = self.request_query_lengths[active]
-        spans = []
+        spans, slots = [], self.live_rows(live)
         if prefills := sizes.prefill_req_count:  # they come last
-            columns = [
-                column[-prefills:].tolist()
-                for column in (self.request_ids[active], begins, lengths, self.live_rows(live))
-            ]
+            columns = [column[-prefills:].tolist() for column in (self.request_ids[active], begins, lengths, slots)]
             spans = [self.prefill_span(*values) for values in zip(*columns, strict=True)]
-        self.states.decodes.prepare(live.numpy(), begins.numpy(), lengths.numpy(), decodes=sizes.decode_req_count)
+            if self.states.step.is_open:
+                rings = live[-prefills:].tolist()
+                spans = [dataclasses.replace(span, ring=ring) for span, ring in zip(spans, rings, strict=True)]
+        of_rows = [column.numpy() for column in (live, begins, lengths, slots)]
+        self.states.decodes.prepare(*of_rows, decodes=sizes.decode_req_count)
         if padded.prefill_req_count:
             self.states.step.prepare(spans, tokens=padded.token_count, sequences=padded.prefill_req_count)
 

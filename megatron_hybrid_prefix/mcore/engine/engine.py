@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, override
 
 import torch
@@ -20,7 +19,7 @@ from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixe
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.context.no_cache import NoCache
 from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
-from megatron_hybrid_prefix.mcore.engine.exact import make_exact, may_start
+from megatron_hybrid_prefix.mcore.engine.exact import make_exact
 from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, add_cached, cut_to_tokens
 from megatron_hybrid_prefix.mcore.engine.record import RequestRecord, forget_chunks, whole_answer
 from megatron_hybrid_prefix.mcore.engine.removals import NOT_FINITE, Removals
@@ -110,10 +109,7 @@ class HybridPrefixEngine(EngineSeam):
         if self._cached.samples_weights:
             self._weights = WeightSamples(controller.inference_wrapped_model.model, context.config.pg_collection)
         self._rules = RequestRules(self, samples_rows=own, is_exact=self._cached.is_exact)
-        self._cached.serve(
-            controller.inference_wrapped_model.model,
-            may_start=partial(may_start, self, self._records) if self._cached.is_exact else lambda request: True,
-        )
+        self._cached.serve(controller.inference_wrapped_model.model)
 
     def reset(self) -> None:
         """Also resets the statistics of an unfinished step, and forgets the drafts that it accepted.
@@ -265,12 +261,6 @@ class HybridPrefixEngine(EngineSeam):
         else:
             self.on_question(what, number, prompt, params)
 
-    def receive_failed(self, request_id: int, error: Exception) -> None:
-        """The client gets a failed request; the other requests go on."""
-        logger.error("request %d was refused", request_id, exc_info=error)
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        self.reply_refused(request_id, kind + str(error).removeprefix(f"request {request_id}: "))
-
     def messages_taken(self) -> None:
         """Returns the requests that ended without a step, since the next step may be far off."""
         if not self.failed_request_ids or self._is_suspended:
@@ -355,6 +345,26 @@ class HybridPrefixEngine(EngineSeam):
             records |= {record.request_id: record for record in self.step_modern()["finished_request_records"]}
         return [records[request_id] for request_id in ids]
 
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probs of a sequence, by one prefill. With ``exact="bits"`` those that were returned while its tokens were generated.
+
+        Waits for its own request alone, as `generate`. What the cache has of the sequence, and log-probs that it keeps, are not computed.
+
+        Args:
+            tokens: Two token ids or more, of prompt and answer.
+
+        Returns:
+            Of each token but the first.
+
+        Raises:
+            ValueError: The tokens are wrong, or the engine has logits of last tokens alone (``materialize_only_last_token_logits``).
+        """
+        params = SamplingParams(return_log_probs=True, skip_prompt_log_probs=False, num_tokens_total=len(tokens))
+        params.num_tokens_to_generate = None
+        (record,) = self.generate([list(tokens)], params)
+        found: list[float] = record.merge().prompt_log_probs
+        return found
+
     def explain(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Explanation:
         """What a request would reuse if it came now, and why not more. Changes nothing, whatever runs or waits.
 
@@ -410,7 +420,6 @@ class HybridPrefixEngine(EngineSeam):
         entry = self.requests[request_id]
         if not isinstance(entry.record, RequestRecord):
             entry.record = RequestRecord(requests=entry.record.requests, latency=entry.record.latency)
-            entry.record.replays = self._records if self._cached.is_exact else None
             entry.record.continued = self._cached.continue_request
         if not isinstance(entry.future, Answer) and not entry.future.done():
             entry.future = Answer(loop=entry.future.get_loop())
@@ -440,8 +449,7 @@ class HybridPrefixEngine(EngineSeam):
     def abort_request(self, request_id: int) -> bool:
         """Abort a request; its blocks and slots are free by the end of the next step.
 
-        That step returns it as finished, with the tokens generated so far (none if it was waiting). With ``exact``, a
-        preempted request returns only the tokens that it has decoded again. With tensor or pipeline parallelism call this on
+        That step returns it as finished, with the tokens generated so far (none if it was waiting). With tensor or pipeline parallelism call this on
         every rank, between the same two steps.
 
         Args:
@@ -521,8 +529,8 @@ class HybridPrefixEngine(EngineSeam):
         stopped = super().take_stopped_ids(active_request_ids)
         wrong: frozenset[int] = getattr(self.controller, "wrong_ids", frozenset())
         left = self._records.keys() & {*active_request_ids} - stopped
-        grammars = {number: grammar for number in left if (grammar := self._records[number].grammar) is not None}
-        stuck = {number: f"its grammar: {grammar.stuck}" for number, grammar in grammars.items() if grammar.stuck}
+        grammars = {number: self._records[number].grammar for number in left}
+        stuck = {number: each.stuck for number, each in grammars.items() if each and each.stuck}
         self.removals.failing |= stuck | dict.fromkeys(wrong - stopped, NOT_FINITE)
         failed = (self._cached.failed_requests(wrong, active_request_ids) | stuck.keys()) - stopped
         if failed:

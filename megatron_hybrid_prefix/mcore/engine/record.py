@@ -18,27 +18,17 @@ class RequestRecord(DynamicInferenceRequestRecord):
         options: Sampling options of the request that megatron does not have, or None.
         ends: Its end tokens; empty: only its length ends it.
         grammar: What its answer must match, or None.
-        replay: Tokens that it decodes again, after it was preempted.
-        replays: If set, a preempted request computes only its prompt again, and then decodes its answer again; its record goes here,
-            by request id. Otherwise it prefills both.
         continued: Called with a request and the one that continues it.
     """
 
     options: SamplingOptions | None = None
     ends: tuple[int, ...] = ()
     grammar: AnswerGrammar | None = None
-    replay: Sequence[int] = ()
-    replays: dict[int, RequestRecord] | None = None
     continued: Callable[[Any, Any], None] = staticmethod(lambda old, new: None)
 
     def checkpoint(self, tokenizer: Any = None) -> None:
         """Keeps attributes of the sampling parameters, stop words and cache settings; merging works."""
         old = self[-1]
-        if self.replays is not None and old.generated_tokens:
-            # A request that is preempted while it replays has more tokens there.
-            self.replay = max(self.replay, old.generated_tokens, key=len)
-            self.replays[old.request_id] = self
-            old.generated_tokens = []
         super().checkpoint(tokenizer)
         new = self[-1]
         for name, value in vars(old.sampling_params).items():

@@ -46,7 +46,7 @@ class RequestRules:
 
     def __init__(self, engine: EngineSeam, *, samples_rows: bool, is_exact: bool) -> None:
         self._engine, self._controller, self._samples_rows = engine, engine.controller, samples_rows
-        self._only_raw_log_probs = is_exact and engine.context.config.logprobs_mode != "raw_logprobs"
+        self._processes_rows = is_exact and engine.context.config.logprobs_mode != "raw_logprobs"
 
     def accept(self, request_id: int, prompt: Any, params: Any) -> tuple[str | None, torch.Tensor, SamplingParams]:
         """Check a request.
@@ -88,12 +88,9 @@ class RequestRules:
         params = SamplingParams()
         vars(params).update({} if given is None else vars(given))
         sampling = check_params(params, self._controller.vocab_size)
-        if self._only_raw_log_probs and params.return_log_probs and not sampling.are_the_models:
-            raise FieldError(
-                "return_log_probs",
-                "exact='bits' with logprobs_mode='processed_logprobs' gives log-probs only where they are the raw ones, at "
-                "temperature 1 without filters, penalties and logit_bias; else use logprobs_mode='raw_logprobs'",
-            )
+        if self._processes_rows and params.return_log_probs and not sampling.are_the_models:
+            # Its log-probs are computed row by row: megatron's depend on the other requests with these options.
+            params.add_attributes({"sampling_options": sampling.as_dict()})
         options = SamplingOptions.of(params)
         if options is not None and not self._samples_rows:
             raise FieldError(

@@ -74,7 +74,7 @@ class RowSampling(Sampling):
     Args:
         backend: Megatron's.
         generator: Noise of requests without a seed. All ranks of a replica draw from it alike.
-        source: Knows which requests these are, and which decode their answer again; is told of rows that are not finite.
+        source: Knows which requests these are; is told of rows that are not finite.
     """
 
     def __init__(self, backend: Any, generator: torch.Generator, source: Any) -> None:
@@ -113,12 +113,12 @@ class RowSampling(Sampling):
             record = source.records.get(request_id)
             if record is None:
                 continue
-            at = len(record[-1].generated_tokens)
-            if at < len(record.replay):
-                tokens[row] = record.replay[at]
-            elif record.options is not None:
+            if record.options is not None:
+                megatrons, least = record.options.are_megatrons_later, record.options.min_tokens
+                if megatrons and not least:
+                    continue
                 request = RowRequest.of(record, drafts_before)
-                if record.options.are_megatrons_later and not request.barred:
+                if megatrons and not request.barred:
                     continue
                 own = logits[row] if gather_indices is None else logits[gather_indices[row : row + 1].long()][0]
                 tokens[row] = sample(own, request, self._generator)
@@ -134,13 +134,18 @@ class RowSampling(Sampling):
             ids = source.request_ids()
             of_rows = [*range(len(ids))] if token_to_request_index is None else token_to_request_index.tolist()
             logits = self._masked(logits, of_rows)
-        log_probs: torch.Tensor = self._backend.log_probs_kernel(
-            logits, context, token_to_request_index=token_to_request_index
+        raw = context.log_probs_of(logits) if getattr(context, "is_exact", False) else None
+        log_probs: torch.Tensor = (
+            self._backend.log_probs_kernel(logits, context, token_to_request_index=token_to_request_index)
+            if raw is None
+            else raw
         )
         if source.records:
             for row, index in enumerate(of_rows):
                 record = source.records.get(ids[index])
                 if record is not None and record.options is not None:
+                    if raw is not None and record.options.are_the_models:
+                        continue
                     request = RowRequest.of(record)
                     if of_rows[row + 1 : row + 2] == [index]:  # the next token is one of the prompt
                         request = replace(request, barred=())
@@ -165,10 +170,15 @@ class RowSampling(Sampling):
             return logits
         # Bytes: a bit takes a byte of memory, not more.
         words = torch.from_numpy(np.stack([*masks.values()]).view(np.uint8)).pin_memory()
-        given = (torch.tensor([*masks]), torch.arange(8, dtype=torch.uint8), words)
-        rows, places, words = (tensor.to(logits.device, non_blocking=True) for tensor in given)
+        words, places = (
+            words.to(logits.device, non_blocking=True),
+            torch.arange(8, dtype=torch.uint8, device=logits.device),
+        )
         barred = ((words[:, :, None] >> places) & 1 == 0).flatten(1)[:, :width]
         barred = torch.nn.functional.pad(barred, (0, width - barred.shape[1]), value=True)  # of a padded vocabulary
+        if len(masks) == len(logits):
+            return logits.masked_fill(barred, float("-inf"))
+        rows = torch.tensor([*masks]).to(logits.device, non_blocking=True)
         return logits.index_copy(0, rows, logits[rows].masked_fill(barred, float("-inf")))
 
 

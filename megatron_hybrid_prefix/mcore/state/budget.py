@@ -23,7 +23,9 @@ MOST_REQUESTS = 1024
 _REQUESTS_MULTIPLE = 4  # megatron rounds batch sizes to it
 
 
-def for_cache_gb(config: InferenceConfig, cache_gb: float, model_config: TransformerConfig) -> InferenceConfig:
+def for_cache_gb(
+    config: InferenceConfig, cache_gb: float, model_config: TransformerConfig, *, is_exact: bool = False
+) -> InferenceConfig:
     """What megatron is told with ``cache_gb``: a budget of which it sets nothing aside for states.
 
     Megatron takes the states of ``max_requests`` requests from ``buffer_size_gb``, and gives the rest to KV. So it is told a
@@ -39,7 +41,7 @@ def for_cache_gb(config: InferenceConfig, cache_gb: float, model_config: Transfo
     states = states_of_config(state)
     request_bytes = megatrons_bytes(states.slots.slot_bytes, config.num_speculative_tokens)
     of_steps = {"block_tokens": config.block_size_tokens, "drafts": config.num_speculative_tokens}
-    rings = states.rings(model_config.params_dtype, **of_steps)
+    rings = states.rings(model_config.params_dtype, **of_steps, is_open=is_exact)
     requests = config.max_requests
     if requests is None:
         multiple = math.lcm(_REQUESTS_MULTIPLE, model_config.tensor_model_parallel_size)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_hybrid_prefix.layers.base import KINDS, LayerKind, dtype_name
-from megatron_hybrid_prefix.layers.components import mamba2_components, rings_of
+from megatron_hybrid_prefix.layers.components import mamba2_components, open_rings_of, rings_of
 from megatron_hybrid_prefix.layers.gated_delta_net import KIND as GATED_DELTA_NET
 from megatron_hybrid_prefix.layers.kinds import layer_kinds, recurrent_modules
 from megatron_hybrid_prefix.layers.mamba2 import KIND as MAMBA2
@@ -56,12 +56,13 @@ class ModelStates:
     kind_of_layer: tuple[str, ...]
     routers: int = 0
 
-    def rings(self, dtype: torch.dtype, *, block_tokens: int, drafts: int) -> RingLayout:
-        """What a running request keeps beside its state. ``dtype``: of the parameters."""
-        of_kinds, step_tokens = {layout.kind: KINDS[layout.kind].ring for layout in self.slots.kinds}, drafts + 1
-        return rings_of(
-            self.slots, of_kinds, block_tokens=block_tokens, step_tokens=step_tokens, dtype=dtype_name(dtype)
-        )
+    def rings(self, dtype: torch.dtype, *, block_tokens: int, drafts: int, is_open: bool = False) -> RingLayout:
+        """What a running request keeps beside its state. ``dtype``: of the parameters. ``is_open``: for decodes with a prefill's bits."""
+        kinds = [KINDS[layout.kind] for layout in self.slots.kinds]
+        of_inputs: dict[str, Any] = {"step_tokens": drafts + 1, "dtype": dtype_name(dtype)}
+        if is_open:
+            return open_rings_of(self.slots, {kind.name: kind.open_ring for kind in kinds}, self.quanta, **of_inputs)
+        return rings_of(self.slots, {kind.name: kind.ring for kind in kinds}, block_tokens=block_tokens, **of_inputs)
 
     @property
     def uncaptured(self) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_hybrid_prefix.layers.base import KINDS
-from megatron_hybrid_prefix.layers.step import DecodeStep, PrefillStep
+from megatron_hybrid_prefix.layers.step import ChunkGrid, DecodeStep, PrefillStep
 from megatron_hybrid_prefix.ops.rings import RingRows
 from megatron_hybrid_prefix.ops.triton_or_torch import ids_on_device
 from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
@@ -99,14 +99,18 @@ class StateMemory:
         # Where the cache gives slots, all rows without a request use one slot: what they write there is never read.
         self.live = LiveSlots([0] * max_requests if live_states else range(max_requests), memory.row)
         device = memory.buffer.device
+        rings = memory.ring_layout
         self.step = PrefillStep(
             quanta=states.quanta,
             block_tokens=block_tokens,
             max_tokens=max_tokens,
             max_sequences=max_requests,
             device=device,
+            is_open=rings.is_open,
         )
-        self.decodes = DecodeStep(memory.ring_layout.tokens, max_requests=max_requests, device=device)
+        quanta = sorted(set(states.quanta)) if rings.is_open else ()
+        grids = [ChunkGrid(chunk_tokens=quantum, block_tokens=block_tokens) for quantum in quanta]
+        self.decodes = DecodeStep(rings.tokens, max_requests=max_requests, device=device, grids=grids)
         # Views are made once: every layer needs them in every step.
         self.layers, self.rings = (
             [self._views(tensors, layouts, number) for number in range(len(self._kinds))]
