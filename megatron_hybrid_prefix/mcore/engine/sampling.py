@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, override
 
@@ -170,16 +171,20 @@ class RowSampling(Sampling):
             return logits
         # Bytes: a bit takes a byte of memory, not more.
         words = torch.from_numpy(np.stack([*masks.values()]).view(np.uint8)).pin_memory()
-        words, places = (
-            words.to(logits.device, non_blocking=True),
-            torch.arange(8, dtype=torch.uint8, device=logits.device),
-        )
-        barred = ((words[:, :, None] >> places) & 1 == 0).flatten(1)[:, :width]
-        barred = torch.nn.functional.pad(barred, (0, width - barred.shape[1]), value=True)  # of a padded vocabulary
+        words = words.to(logits.device, non_blocking=True)
+        barred = ((words[:, :, None] & _bits(logits.device)) == 0).flatten(1)[:, :width]
+        if barred.shape[1] < width:  # a padded vocabulary
+            barred = torch.nn.functional.pad(barred, (0, width - barred.shape[1]), value=True)
         if len(masks) == len(logits):
             return logits.masked_fill(barred, float("-inf"))
         rows = torch.tensor([*masks]).to(logits.device, non_blocking=True)
         return logits.index_copy(0, rows, logits[rows].masked_fill(barred, float("-inf")))
+
+
+@cache
+def _bits(device: torch.device) -> torch.Tensor:
+    """(8,) uint8, those of a byte. A constant: it is made once."""
+    return torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8).to(device)
 
 
 def sample(logits: torch.Tensor, request: RowRequest, generator: torch.Generator) -> torch.Tensor:
