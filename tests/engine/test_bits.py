@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,12 +18,14 @@ from megatron_hybrid_prefix.layers.invariant import invariant_problem
 from megatron_hybrid_prefix.layers.step import ChunkGrid, DecodeStep
 from megatron_hybrid_prefix.mcore.context.exact import end_on_grid
 from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
+from megatron_hybrid_prefix.mcore.state import fingerprint
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.ops import mamba_scan
 from megatron_hybrid_prefix.upstream.names import KVCacheManagementMode
 from tests.harness.bits import LARGE, Alone, BitsTraffic, bits, by_rows, differing, exact_harness
 from tests.harness.lifecycle_helpers import EngineHarness, tokens
 from tests.harness.selection import mostly_slow
+from tests.harness.shared_tiers import STORES, written
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +207,46 @@ def test_multipliers_are_applied(tiny_granite_dense):
     prompt = tokens(0, 200, seed=1)
     harness.send(prompt, prompt + tokens(0, 9, seed=2))
     harness.finish()
+
+
+# -- tiers that engines share ------------------------------------------------------------------------------------------------
+
+CONDITIONS = {
+    "another version": lambda patch: patch.setattr(torch, "__version__", "2.0"),
+    "another package": lambda patch: patch.setattr(
+        fingerprint, "distributions", lambda name: [SimpleNamespace(version=1)]
+    ),
+    "other instructions": lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NO"),
+    "another variable": lambda patch: patch.setenv("MKL_CBWR", "COMPATIBLE"),
+    "other threads": lambda patch: torch.set_num_threads(torch.get_num_threads() + 1),
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(STORES, "folder"))
+def test_engines_share_entries_under_the_same_conditions_alone(both_kinds, name, tmp_path, monkeypatch):
+    """Entries of the default mode, and of other versions and machines, are never found."""
+    monkeypatch.setenv("HYBRID_PREFIX_SECRET", "a secret for the tests")
+    store = STORES[name](tmp_path / "cache", monkeypatch)
+    fields = {"shared": store.url(), "host_gb": 0.02, "block_size_tokens": 128, "slots": 12}
+    prompt, threads = tokens(0, 300, seed=1), torch.get_num_threads()
+
+    def engine(count=1, **other) -> tuple[EngineHarness, int]:
+        harness = exact_harness(both_kinds, **(fields | other))
+        cached = harness.send(prompt, count=count).num_cached_tokens
+        return written(harness), cached
+
+    (first, *_), default, (second, cached) = engine(count=90), engine(exact=None), engine(count=90)
+    assert (default[1], cached, engine(exact=None)[1]) == (0, 256, 256)
+    history = prompt + list(first.finished[1].generated_tokens)
+    assert second.send(history, count=3).num_cached_tokens == 384  # of the other engine's answer
+    alone = Alone(both_kinds, block_size_tokens=128)
+    assert differing(first, alone) == differing(second, alone) == []
+    for what, change in CONDITIONS.items():
+        with monkeypatch.context() as patch:
+            change(patch)
+            found = engine()[1]
+            torch.set_num_threads(threads)
+        assert found == 0, what
 
 
 # -- what would spoil it -------------------------------------------------------------------------------------------------
