@@ -16,15 +16,18 @@ from megatron_hybrid_prefix import HybridPrefixConfig
 from megatron_hybrid_prefix.layers import invariant
 from megatron_hybrid_prefix.layers.invariant import invariant_problem
 from megatron_hybrid_prefix.layers.step import ChunkGrid, DecodeStep
+from megatron_hybrid_prefix.mcore.context import context as contexts
 from megatron_hybrid_prefix.mcore.context.exact import end_on_grid
+from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
 from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
 from megatron_hybrid_prefix.mcore.state import fingerprint
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.ops import mamba_scan
 from megatron_hybrid_prefix.upstream.names import KVCacheManagementMode
 from tests.harness.bits import LARGE, Alone, BitsTraffic, bits, by_rows, differing, exact_harness
+from tests.harness.drafts import forced_drafts
 from tests.harness.lifecycle_helpers import EngineHarness, tokens
-from tests.harness.selection import mostly_slow
+from tests.harness.selection import mostly_slow, mostly_slow_rows
 from tests.harness.shared_tiers import STORES, written
 
 
@@ -207,6 +210,72 @@ def test_multipliers_are_applied(tiny_granite_dense):
     prompt = tokens(0, 200, seed=1)
     harness.send(prompt, prompt + tokens(0, 9, seed=2))
     harness.finish()
+
+
+# -- drafts --------------------------------------------------------------------------------------------------------------
+
+
+class Drafted(BitsTraffic):
+    """Traffic in which 0 to all drafts of a step are right: made from the answer alone, without drafts."""
+
+    def __init__(self, model, seed, requests, drafts, **fields):
+        super().__init__(model, seed, requests, counts=(2, 20, 130), num_speculative_tokens=drafts, **fields)
+        self.answers, self.truth, self._drafts = self.alone(), {}, drafts
+
+    def send(self):
+        super().send()
+        number = max(self.harness.engine.requests)
+        asked = self.harness.engine.requests[number].record[0]
+        self.truth[number] = asked.prompt_tokens.tolist() + self.answers.answer(asked)[0]
+
+    def run(self):
+        right = lambda *_: self.dice.randint(0, self._drafts)  # noqa: E731
+        with forced_drafts(self.harness.engine, self.truth, right) as self.drafted:
+            super().run()
+
+
+# Between them they preempt, load from the host, and hit answers.
+DRAFTED = [("tiny_mtp", 0, 3, "legacy"), ("tiny_mtp", 1, 2, "async"), ("tiny_mtp", 4, 3, "async")]
+DRAFTED += [("tiny_gdn_mtp", 2, 3, "async"), ("tiny_gdn_mtp", 3, 1, "legacy")]
+
+
+@pytest.mark.parametrize(("name", "seed", "drafts", "mode"), mostly_slow_rows(DRAFTED, DRAFTED[1]))
+def test_random_requests_with_drafts(request, name, seed, drafts, mode):
+    """They have the tokens and log-probs of a request alone without drafts, in fewer steps."""
+    traffic = Drafted(request.getfixturevalue(name), seed, 16, drafts, async_sched_mode=mode)
+    traffic.run()
+    assert traffic.differing(traffic.answers) == []
+    assert traffic.harness.context.prefix_stats().reused_tokens > 0
+    assert sum(len(each.generated_tokens) for each in traffic.harness.finished.values()) > 1.2 * len(traffic.drafted)
+
+
+def a_draft_fills_a_chunk(self, grid, own, positions, slots, unspoiled=DecodeStep._open):
+    self.most_drafts[own] += grid.end(positions) - positions >= 2
+    unspoiled(self, grid, own, positions, slots)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        (DecodeStep, "_open", a_draft_fills_a_chunk),
+        (HybridPrefixController, "before_verification", lambda self, drafts: None),
+    ],
+    ids=["a draft fills a chunk", "drafts behind a chunk are accepted"],
+)
+def test_drafts_at_the_end_of_a_chunk_are_noticed(tiny_mtp, monkeypatch, mutant):
+    monkeypatch.setattr(*mutant)
+    traffic = Drafted(tiny_mtp, 0, 16, 3, async_sched_mode="async")
+    traffic.run()
+    assert traffic.differing(traffic.answers)
+
+
+@pytest.mark.parametrize("mode", ["legacy", "async"])
+def test_log_probs_of_drafted_tokens_do_not_depend_on_other_rows(tiny_mtp, mode, monkeypatch):
+    """PyTorch's on a GPU do."""
+    monkeypatch.setattr(contexts, "log_softmax", torch.ones_like)
+    harness = exact_harness(tiny_mtp, num_speculative_tokens=2, async_sched_mode=mode)
+    assert set(harness.send(tokens(0, 30, seed=1), count=6).generated_log_probs) == {1.0}
 
 
 # -- tiers that engines share ------------------------------------------------------------------------------------------------
