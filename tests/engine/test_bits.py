@@ -218,10 +218,6 @@ def test_multipliers_are_applied(tiny_granite_dense):
 class Drafted(BitsTraffic):
     """Traffic in which 0 to all drafts of a step are right: made from the answer alone, without drafts."""
 
-    def __init__(self, model, seed, requests, drafts, **fields):
-        super().__init__(model, seed, requests, counts=(2, 20, 130), num_speculative_tokens=drafts, **fields)
-        self.answers, self.truth, self._drafts = self.alone(), {}, drafts
-
     def send(self):
         super().send()
         number = max(self.harness.engine.requests)
@@ -229,24 +225,9 @@ class Drafted(BitsTraffic):
         self.truth[number] = asked.prompt_tokens.tolist() + self.answers.answer(asked)[0]
 
     def run(self):
-        right = lambda *_: self.dice.randint(0, self._drafts)  # noqa: E731
-        with forced_drafts(self.harness.engine, self.truth, right) as self.drafted:
+        self.answers, self.truth = self.alone(), {}
+        with forced_drafts(self.harness.engine, self.truth, lambda *_: self.dice.randint(0, 3)) as self.drafted:
             super().run()
-
-
-# Between them they preempt, load from the host, and hit answers.
-DRAFTED = [("tiny_mtp", 0, 3, "legacy"), ("tiny_mtp", 1, 2, "async"), ("tiny_mtp", 4, 3, "async")]
-DRAFTED += [("tiny_gdn_mtp", 2, 3, "async"), ("tiny_gdn_mtp", 3, 1, "legacy")]
-
-
-@pytest.mark.parametrize(("name", "seed", "drafts", "mode"), mostly_slow_rows(DRAFTED, DRAFTED[1]))
-def test_random_requests_with_drafts(request, name, seed, drafts, mode):
-    """They have the tokens and log-probs of a request alone without drafts, in fewer steps."""
-    traffic = Drafted(request.getfixturevalue(name), seed, 16, drafts, async_sched_mode=mode)
-    traffic.run()
-    assert traffic.differing(traffic.answers) == []
-    assert traffic.harness.context.prefix_stats().reused_tokens > 0
-    assert sum(len(each.generated_tokens) for each in traffic.harness.finished.values()) > 1.2 * len(traffic.drafted)
 
 
 def a_draft_fills_a_chunk(self, grid, own, positions, slots, unspoiled=DecodeStep._open):
@@ -254,20 +235,24 @@ def a_draft_fills_a_chunk(self, grid, own, positions, slots, unspoiled=DecodeSte
     unspoiled(self, grid, own, positions, slots)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        (DecodeStep, "_open", a_draft_fills_a_chunk),
-        (HybridPrefixController, "before_verification", lambda self, drafts: None),
-    ],
-    ids=["a draft fills a chunk", "drafts behind a chunk are accepted"],
-)
-def test_drafts_at_the_end_of_a_chunk_are_noticed(tiny_mtp, monkeypatch, mutant):
-    monkeypatch.setattr(*mutant)
-    traffic = Drafted(tiny_mtp, 0, 16, 3, async_sched_mode="async")
+# Between them they preempt, load from the host, and hit answers; and what must be noticed.
+DRAFTED = [("tiny_mtp", 0, 3, "legacy", None), ("tiny_mtp", 1, 2, "async", None), ("tiny_mtp", 4, 3, "async", None)]
+DRAFTED += [("tiny_gdn_mtp", 2, 3, "async", None), ("tiny_gdn_mtp", 3, 1, "legacy", None)]
+DRAFTED += [("tiny_mtp", 0, 3, "async", (DecodeStep, "_open", a_draft_fills_a_chunk))]
+DRAFTED += [("tiny_mtp", 0, 3, "async", (HybridPrefixController, "before_verification", lambda self, drafts: None))]
+
+
+@pytest.mark.parametrize(("name", "seed", "drafts", "mode", "mutant"), mostly_slow_rows(DRAFTED, DRAFTED[0]))
+def test_random_requests_with_drafts(request, monkeypatch, name, seed, drafts, mode, mutant):
+    """They have the tokens and log-probs of a request alone without drafts, in fewer steps."""
+    if mutant is not None:
+        monkeypatch.setattr(*mutant)
+    fields = {"num_speculative_tokens": drafts, "async_sched_mode": mode}
+    traffic = Drafted(request.getfixturevalue(name), seed, 16, counts=(2, 20, 130), **fields)
     traffic.run()
-    assert traffic.differing(traffic.answers)
+    assert bool(traffic.differing(traffic.answers)) == (mutant is not None)
+    assert traffic.harness.context.prefix_stats().reused_tokens > 0
+    assert sum(len(each.generated_tokens) for each in traffic.harness.finished.values()) > 1.2 * len(traffic.drafted)
 
 
 @pytest.mark.parametrize("mode", ["legacy", "async"])
@@ -278,29 +263,26 @@ def test_log_probs_of_drafted_tokens_do_not_depend_on_other_rows(tiny_mtp, mode,
     assert set(harness.send(tokens(0, 30, seed=1), count=6).generated_log_probs) == {1.0}
 
 
-# -- tiers that engines share ------------------------------------------------------------------------------------------------
+# -- tiers that engines share --------------------------------------------------------------------------------------------
 
-CONDITIONS = {
-    "another version": lambda patch: patch.setattr(torch, "__version__", "2.0"),
-    "another package": lambda patch: patch.setattr(
-        fingerprint, "distributions", lambda name: [SimpleNamespace(version=1)]
-    ),
-    "other instructions": lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NO"),
-    "another variable": lambda patch: patch.setenv("MKL_CBWR", "COMPATIBLE"),
-    "other threads": lambda patch: torch.set_num_threads(torch.get_num_threads() + 1),
-}
+CONDITIONS = [  # what an entry's name has
+    lambda patch: patch.setattr(torch, "__version__", "2.0"),
+    lambda patch: patch.setattr(fingerprint, "distributions", lambda name: [SimpleNamespace(version=1)]),
+    lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NO"),
+    lambda patch: patch.setenv("MKL_CBWR", "COMPATIBLE"),
+    lambda patch: torch.set_num_threads(torch.get_num_threads() + 1),
+]
 
 
 @pytest.mark.parametrize("name", mostly_slow(STORES, "folder"))
 def test_engines_share_entries_under_the_same_conditions_alone(both_kinds, name, tmp_path, monkeypatch):
     """Entries of the default mode, and of other versions and machines, are never found."""
     monkeypatch.setenv("HYBRID_PREFIX_SECRET", "a secret for the tests")
-    store = STORES[name](tmp_path / "cache", monkeypatch)
-    fields = {"shared": store.url(), "host_gb": 0.02, "block_size_tokens": 128, "slots": 12}
+    shared = STORES[name](tmp_path / "cache", monkeypatch).url()
     prompt, threads = tokens(0, 300, seed=1), torch.get_num_threads()
 
     def engine(count=1, **other) -> tuple[EngineHarness, int]:
-        harness = exact_harness(both_kinds, **(fields | other))
+        harness = exact_harness(both_kinds, shared=shared, host_gb=0.02, block_size_tokens=128, slots=12, **other)
         cached = harness.send(prompt, count=count).num_cached_tokens
         return written(harness), cached
 
@@ -310,12 +292,12 @@ def test_engines_share_entries_under_the_same_conditions_alone(both_kinds, name,
     assert second.send(history, count=3).num_cached_tokens == 384  # of the other engine's answer
     alone = Alone(both_kinds, block_size_tokens=128)
     assert differing(first, alone) == differing(second, alone) == []
-    for what, change in CONDITIONS.items():
+    for change in CONDITIONS:
         with monkeypatch.context() as patch:
             change(patch)
             found = engine()[1]
             torch.set_num_threads(threads)
-        assert found == 0, what
+        assert found == 0
 
 
 # -- what would spoil it -------------------------------------------------------------------------------------------------
