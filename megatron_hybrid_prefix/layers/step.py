@@ -38,18 +38,15 @@ class ChunkGrid:
         ends = []
         position = start_tokens
         while position < end_tokens:
-            position = min(int(self.end(position)), end_tokens)
+            next_chunk = position - position % self.chunk_tokens + self.chunk_tokens
+            next_block = position - position % self.block_tokens + self.block_tokens
+            position = min(next_chunk, next_block, end_tokens)
             ends.append(position)
         return ends
 
     def begin(self, position_tokens: Any) -> Any:
         """Where the chunk begins that is open after so many tokens, integers; the position itself at the end of a chunk."""
         return position_tokens - np.minimum(position_tokens % self.chunk_tokens, position_tokens % self.block_tokens)
-
-    def end(self, position_tokens: Any) -> Any:
-        """Where that chunk ends."""
-        within = position_tokens % self.chunk_tokens, position_tokens % self.block_tokens
-        return position_tokens + np.minimum(self.chunk_tokens - within[0], self.block_tokens - within[1])
 
     def max_chunks(self, tokens: int, sequences: int) -> int:
         """Upper bound on the chunks of ``sequences`` spans with ``tokens`` tokens in total; an empty span has one chunk."""
@@ -387,7 +384,8 @@ class DecodeStep:
             self._arrays[name][:decodes] = values
         self._next = live_indices.copy(), np.concatenate([ends, begins[decodes:] + lengths[decodes:]])
         if self._grids:
-            room = np.min([grid.end(positions) for grid in self._grids], axis=0) - positions
+            sizes = {size for grid in self._grids for size in (grid.chunk_tokens, grid.block_tokens)}
+            room = np.min([size - positions % size for size in sizes], axis=0)  # of the open chunk
             self.most_drafts[own] = np.maximum(room - 2, 0)
         for grid in self._grids:
             self._open(grid, own, positions, slots[:decodes])

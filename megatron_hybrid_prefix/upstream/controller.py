@@ -66,9 +66,9 @@ class ControllerSeam(TextGenerationController):
         )
 
     def _dynamic_step_calculate_log_probs_speculative(self) -> Any:
-        """Those of the context; megatron asks it for them without drafts, and in asynchronous steps, alone."""
+        """Those of the context where bits count: megatron asks it for them without drafts, and in asynchronous steps, alone."""
         context = self.inference_wrapped_model.inference_context
-        with LogSoftmax(context.log_probs_of) if isinstance(context, ContextSeam) else nullcontext():
+        with LogSoftmax(context.log_probs_of) if getattr(context, "is_exact", False) else nullcontext():
             return super()._dynamic_step_calculate_log_probs_speculative()
 
     def _transfer_samples_to_cpu(self, active_request_count: int) -> Any:
@@ -186,16 +186,15 @@ class ControllerSeam(TextGenerationController):
 
 
 class LogSoftmax(TorchFunctionMode):
-    """Inside, PyTorch's ``log_softmax`` is another function, unless that returns None."""
+    """Inside, PyTorch's ``log_softmax`` over the last dimension is another function."""
 
-    def __init__(self, ours: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    def __init__(self, ours: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self._ours = ours
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One call."""
-        found = self._ours(args[0]) if func is torch.nn.functional.log_softmax else None
-        return func(*args, **(kwargs or {})) if found is None else found
+        return self._ours(args[0]) if func is torch.nn.functional.log_softmax else func(*args, **(kwargs or {}))
 
 
 class QueuedSampling(TorchSampling):

@@ -231,7 +231,7 @@ class Drafted(BitsTraffic):
 
 
 def a_draft_fills_a_chunk(self, grid, own, positions, slots, unspoiled=DecodeStep._open):
-    self.most_drafts[own] += grid.end(positions) - positions >= 2
+    self.most_drafts[own] += grid.begin(positions + 1) != positions + 1
     unspoiled(self, grid, own, positions, slots)
 
 

@@ -80,15 +80,14 @@ def conditions_of_bits(device: torch.device) -> list[object]:
     """
     versions = [(name, *(each.version for each in distributions(name=name))) for name in _PACKAGES]
     if device.type == "cuda":
-        machine = [torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)]
-        variables = _OF_TRITON
-    else:
-        info = Path("/proc/cpuinfo")
-        lines = info.read_text().splitlines() if info.exists() else []
-        processor = sorted({line for line in lines if line.startswith(("model name", "flags"))})
-        machine = [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), *processor]
-        variables = _OF_PROCESSOR
-    return ["bits", torch.__version__, versions, machine, [(name, os.environ.get(name)) for name in variables]]
+        variables = [(name, os.environ.get(name)) for name in _OF_TRITON]
+        machine = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        return ["bits", torch.__version__, versions, variables, machine]
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    processor = sorted({line for line in lines if line.startswith(("model name", "flags"))}), torch.get_num_threads()
+    variables = [(name, os.environ.get(name)) for name in _OF_PROCESSOR]
+    return ["bits", torch.__version__, versions, variables, torch.backends.cpu.get_cpu_capability(), processor]
 
 
 def _plain(items: Iterable[tuple[str, object]]) -> list[tuple[str, object]]:
