@@ -137,8 +137,6 @@ class HybridPrefixConfig:
             raise ValueError(f"exact={self.exact!r}: must be {' or '.join(map(repr, get_args(ExactName)))}, or None")
         if self.exact is not None and self.state_dtype not in (None, "float32"):
             raise ValueError(f"exact={self.exact!r} needs state_dtype='float32', not {self.state_dtype!r}")
-        if self.exact is not None and self.shared is not None:
-            raise ValueError(f"exact={self.exact!r} does not go with shared: what is there may have other bits")
         dtypes = get_args(StateDtypeName)
         if self.state_dtype is not None and self.state_dtype not in dtypes:
             raise ValueError(f"state_dtype={self.state_dtype!r}: must be {' or '.join(map(repr, dtypes))}")

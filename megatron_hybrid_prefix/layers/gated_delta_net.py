@@ -63,10 +63,10 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
         convolved = convolve_tokens(qkv, states[GDN_CONV], weight, bias, recent=ring["gdn_recent"], rows=rows)
         q, k, v, z, log_decay, beta = self._by_head(convolved, *gates)
         if isinstance(rows, OpenRows):
-            q, k, v, log_decay, beta = (each.squeeze(1) for each in (q, k, v, log_decay, beta))
+            q, k, v, log_decay, beta = (each.flatten(0, 1) for each in (q, k, v, log_decay, beta))
             state, chunks, unit = states[GDN_STATE], rows.chunks[CHUNK], self.use_qk_l2norm
             y = continue_delta_rule(q, k, v, log_decay, beta, state, chunks, rings=_open(ring), normalise=unit)
-            return self._gated(y.unsqueeze(1), z)
+            return self._gated(y.view(z.shape), z)
         y = update_delta_rule(
             q,
             k,

@@ -96,7 +96,7 @@ class InvariantAttention(SelfAttentionSeam):
         if q.is_cuda or softmax_offset is not None or not scope.is_on():
             sizes = max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, seqlens_k
             return super().flash_decode_and_prefill(q, k, v, *sizes, block_table, is_decode_only, softmax_offset)
-        starts = range(len(seqlens_k) + 1) if is_decode_only else cu_seqlens_q.tolist()
+        starts = range(0, len(q) + 1, len(q) // len(seqlens_k)) if is_decode_only else cu_seqlens_q.tolist()
         queries, lengths = q.squeeze(1), seqlens_k.tolist()
         scale = getattr(self, "softmax_scale", None) or q.shape[-1] ** -0.5
         out = attend_paged(queries, k, v, starts=list(starts), lengths=lengths, block_table=block_table, scale=scale)

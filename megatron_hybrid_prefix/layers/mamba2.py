@@ -36,13 +36,13 @@ class HybridPrefixMambaMixer(StepSeam):
         weight, bias = self.cp.get_conv1d_weight().squeeze(1), self.cp.get_conv1d_bias()
         convolved = convolve_tokens(xBC, states["conv"], weight, bias, recent=ring["conv_recent"], rows=rows)
         if isinstance(rows, OpenRows):
-            (xBC,), (dt,), (gate,) = (each.unbind(1) for each in (convolved, dt, z))
             D = self.cp.get_D()
+            xBC, new_dt, gate = (each.flatten(0, 1) for each in (convolved, dt, z))
             y = continue_scan(
                 xBC,
                 states["ssm"],
                 rows.chunks[self.chunk_size],
-                dt=dt,
+                dt=new_dt,
                 z=None if self.rmsnorm else gate.unflatten(1, (-1, self.headdim)),
                 A=self.decode_rates(),
                 D=D.float().view(-1, self.headdim) if self.D_has_hdim else D,
@@ -50,7 +50,7 @@ class HybridPrefixMambaMixer(StepSeam):
                 inputs=ring["ssm_inputs"],
                 ring=ring["ssm_dt"],
             )
-            y = y.flatten(1).unsqueeze(1)
+            y = y.view(z.shape)
         else:
             y = update_states(
                 convolved,

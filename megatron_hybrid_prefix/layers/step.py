@@ -328,9 +328,12 @@ class DecodeStep:
         max_requests: Maximum of running requests.
         device: Device of the layers.
         grids: Where the chunks of each quantum end, for decodes with a prefill's bits; else none.
+        step_tokens: Most tokens of a row: one, and its drafts. Used with ``grids``.
 
     Attributes:
         origins: (max_requests,) int32, by live index: the position of the state in its slot, after the last step.
+        most_drafts: (max_requests,) int32, by live index: how many drafts of the prepared step may be accepted, with ``grids``. None fills a
+            chunk, nor lies behind its end: the state after a chunk is that of a token that is not rejected.
         rows: Those of the running step, padding included.
     """
 
@@ -343,19 +346,21 @@ class DecodeStep:
         max_requests: int,
         device: torch.device | int | str,
         grids: Sequence[ChunkGrid] = (),
+        step_tokens: int = 1,
     ) -> None:
-        self._ring_tokens, self._grids = ring_tokens, grids
-        self._first = torch.arange(max_requests + 1, device=device)
+        self._ring_tokens, self._grids, self._step_tokens = ring_tokens, grids, step_tokens
+        sequences = max_requests * step_tokens
+        self._first = torch.arange(sequences + 1, device=device)
         self._none = torch.full_like(self._first, NO_SLOT)
-        self.origins = np.zeros(max_requests, dtype=np.int32)
+        self.origins, self.most_drafts = np.zeros((2, max_requests), dtype=np.int32)
         sizes: list[tuple[str, int, type[np.int32 | np.int64]]]
         sizes = [("rings", max_requests, np.int64)]
         for grid in grids:
             size = grid.chunk_tokens
-            sizes += [(f"{name}{size}", max_requests * size, np.int64) for name in ("entries", "rows")]
-            sizes += [(f"{name}{size}", max_requests, np.int64) for name in ("last", "added", "sources", "filled")]
+            sizes += [(f"{name}{size}", sequences * size, np.int64) for name in ("entries", "rows")]
+            sizes += [(f"{name}{size}", sequences, np.int64) for name in ("last", "added", "sources", "filled")]
         sizes += [(name, max_requests, np.int32) for name in ("positions", "origins", "ends")]
-        sizes += [(f"bounds{grid.chunk_tokens}", max_requests + 1, np.int32) for grid in grids]
+        sizes += [(f"bounds{grid.chunk_tokens}", sequences + 1, np.int32) for grid in grids]
         self._pinned, self._buffer, self._arrays, self._tensors = _allocate(sizes, device)
         self._tensors["kept"] = torch.full_like(self._tensors["rings"], NO_SLOT)  # flushes of their own keep states
         self._next: tuple[_Integers, _Integers] = np.zeros(0, np.int64), np.zeros(0, np.int32)
@@ -378,21 +383,28 @@ class DecodeStep:
         for name, values in (("rings", own), ("positions", positions), ("origins", origins), ("ends", ends)):
             self._arrays[name][:decodes] = values
         self._next = live_indices.copy(), np.concatenate([ends, begins[decodes:] + lengths[decodes:]])
+        if self._grids:
+            sizes = {size for grid in self._grids for size in (grid.chunk_tokens, grid.block_tokens)}
+            room = np.min([size - positions % size for size in sizes], axis=0)  # of the open chunk
+            self.most_drafts[own] = np.maximum(room - 2, 0)
         for grid in self._grids:
             self._open(grid, own, positions, slots[:decodes])
 
     def _open(self, grid: ChunkGrid, own: _Integers, positions: _Integers, slots: _Integers) -> None:
-        """The open chunks of a quantum, see `OpenChunks`."""
-        size, counts = grid.chunk_tokens, positions + 1 - grid.begin(positions)
+        """The open chunks of a quantum, see `OpenChunks`: one for each token of a row; none for drafts that are not accepted."""
+        size, ahead = grid.chunk_tokens, np.tile(np.arange(self._step_tokens), len(own))
+        own, positions, slots = (np.repeat(each, self._step_tokens) for each in (own, positions, slots))
+        ends, real = positions + ahead + 1, ahead <= self.most_drafts[own]
+        counts = np.where(real, ends - grid.begin(positions), 0)
         bounds = np.concatenate([[0], np.cumsum(counts)])
         rows = np.repeat(np.arange(len(own)), counts)
-        fills = grid.begin(positions + 1) == positions + 1
+        fills = real & (grid.begin(ends) == ends)
         values = {
             "bounds": (bounds, bounds[-1]),
             "rows": (rows, 0),
             "entries": (own[rows] * size + np.arange(len(rows)) - bounds[rows], 0),
             "last": (bounds[1:] - 1, 0),
-            "added": (own * size + counts - 1, NO_SLOT),
+            "added": (np.where(real, own * size + counts - 1, NO_SLOT), NO_SLOT),
             "sources": (slots, 0),
             "filled": (np.where(fills, slots, NO_SLOT), NO_SLOT),
         }
@@ -415,11 +427,13 @@ class DecodeStep:
             return
         self.rows = rows = OpenRows(slots, **fields)
         rows.chunks = {}
+        count *= self._step_tokens
         for size in (grid.chunk_tokens for grid in self._grids):
             lengths = {"bounds": count + 1, "entries": count * size, "rows": count * size}
             lengths |= dict.fromkeys(("last", "added", "sources", "filled"), count)
             packed = {name: self._tensors[f"{name}{size}"][:length] for name, length in lengths.items()}
-            rows.chunks[size] = OpenChunks(first=self._first[: count + 1], none=self._none[:count], **packed)
+            packed |= {"first": self._first[: count + 1], "none": self._none[:count]}
+            rows.chunks[size] = OpenChunks(**packed, step_tokens=self._step_tokens)
 
     def advance(self, live_indices: Sequence[int], ends: Sequence[int]) -> Sequence[int]:
         """The states of these live indices will be those at ``ends``, by a launch of its own. Returns where they are."""

@@ -130,6 +130,8 @@ def continue_scan(
     x, B = x.unflatten(1, (heads, headdim)), B.unflatten(1, (-1, d_state))
     C = xBC[:, width:].unflatten(1, (-1, d_state))
     if by_kernels:
+        if chunks.step_tokens > 1:  # the kernel adds a token while others read
+            chunks.add(ring, dt)
         wrong, y = dt.new_empty(dt.shape, dtype=torch.int32), xBC.new_empty(len(dt), heads, headdim)
         new = Added(chunks.added, dt, xBC, packed)
         steps, log_decay = chunk_decays(ring.view(-1, heads), A, dt_bias, bounds, chunk_tokens, wrong, new=new)

@@ -57,7 +57,9 @@ class RingRows(NamedTuple):
 class OpenChunks(NamedTuple):
     """The open chunks of the rows of a decode, packed one after another as a prefill has them; integers on the device.
 
-    A row's tokens are those of its chunk so far, with the one that it decodes as the last. Rows of padding have none.
+    A row's tokens are those of its chunk so far, with the one that it decodes as the last. Rows of padding have none. With drafts each token
+    of a request is a row here, one after another, and none where it cannot be accepted. They share a ring: no program may read there what
+    another one of its kernel adds.
 
     Args:
         first: (rows + 1,) int64: each row is a sequence of one chunk.
@@ -69,6 +71,7 @@ class OpenChunks(NamedTuple):
         sources: (rows,) int64: the slot of the state before the chunk.
         filled: (rows,) int64: the slot for the state after the chunk, if the token fills it; else negative.
         none: (rows,) int64, negative.
+        step_tokens: How many rows share a ring.
     """
 
     first: torch.Tensor
@@ -80,6 +83,7 @@ class OpenChunks(NamedTuple):
     sources: torch.Tensor
     filled: torch.Tensor
     none: torch.Tensor
+    step_tokens: int
 
     def add(self, ring: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Adds each row's token to a ring. Returns the rings' entries, one ring after another. Shapes: see `with_new`."""

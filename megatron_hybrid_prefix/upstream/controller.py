@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from megatron.core.inference.sampling.base import Sampling
 from megatron.core.inference.sampling.torch_sampling import TorchSampling
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+from torch.overrides import TorchFunctionMode
 
 from megatron_hybrid_prefix.upstream.context import ContextSeam
 
@@ -62,6 +64,12 @@ class ControllerSeam(TextGenerationController):
         return super()._verify_speculative_tokens(
             output_tokens, input_tokens_required, num_decode_requests, *args, **kwargs
         )
+
+    def _dynamic_step_calculate_log_probs_speculative(self) -> Any:
+        """Those of the context where bits count: megatron asks it for them without drafts, and in asynchronous steps, alone."""
+        context = self.inference_wrapped_model.inference_context
+        with LogSoftmax(context.log_probs_of) if getattr(context, "is_exact", False) else nullcontext():
+            return super()._dynamic_step_calculate_log_probs_speculative()
 
     def _transfer_samples_to_cpu(self, active_request_count: int) -> Any:
         """A request may have several end tokens."""
@@ -175,6 +183,18 @@ class ControllerSeam(TextGenerationController):
         if self._accepted_tokens_per_request is not None:
             self._accepted_tokens_per_request.fill_(-1)
             self._accepted_token_counts_per_request.zero_()
+
+
+class LogSoftmax(TorchFunctionMode):
+    """Inside, PyTorch's ``log_softmax`` over the last dimension is another function."""
+
+    def __init__(self, ours: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._ours = ours
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One call."""
+        return self._ours(args[0]) if func is torch.nn.functional.log_softmax else func(*args, **(kwargs or {}))
 
 
 class QueuedSampling(TorchSampling):

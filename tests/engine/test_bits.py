@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,14 +16,19 @@ from megatron_hybrid_prefix import HybridPrefixConfig
 from megatron_hybrid_prefix.layers import invariant
 from megatron_hybrid_prefix.layers.invariant import invariant_problem
 from megatron_hybrid_prefix.layers.step import ChunkGrid, DecodeStep
+from megatron_hybrid_prefix.mcore.context import context as contexts
 from megatron_hybrid_prefix.mcore.context.exact import end_on_grid
+from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
 from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
+from megatron_hybrid_prefix.mcore.state import fingerprint
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.ops import mamba_scan
 from megatron_hybrid_prefix.upstream.names import KVCacheManagementMode
 from tests.harness.bits import LARGE, Alone, BitsTraffic, bits, by_rows, differing, exact_harness
+from tests.harness.drafts import forced_drafts
 from tests.harness.lifecycle_helpers import EngineHarness, tokens
-from tests.harness.selection import mostly_slow
+from tests.harness.selection import mostly_slow, mostly_slow_rows
+from tests.harness.shared_tiers import STORES, written
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +210,94 @@ def test_multipliers_are_applied(tiny_granite_dense):
     prompt = tokens(0, 200, seed=1)
     harness.send(prompt, prompt + tokens(0, 9, seed=2))
     harness.finish()
+
+
+# -- drafts --------------------------------------------------------------------------------------------------------------
+
+
+class Drafted(BitsTraffic):
+    """Traffic in which 0 to all drafts of a step are right: made from the answer alone, without drafts."""
+
+    def send(self):
+        super().send()
+        number = max(self.harness.engine.requests)
+        asked = self.harness.engine.requests[number].record[0]
+        self.truth[number] = asked.prompt_tokens.tolist() + self.answers.answer(asked)[0]
+
+    def run(self):
+        self.answers, self.truth = self.alone(), {}
+        with forced_drafts(self.harness.engine, self.truth, lambda *_: self.dice.randint(0, 3)) as self.drafted:
+            super().run()
+
+
+def a_draft_fills_a_chunk(self, grid, own, positions, slots, unspoiled=DecodeStep._open):
+    self.most_drafts[own] += grid.begin(positions + 1) != positions + 1
+    unspoiled(self, grid, own, positions, slots)
+
+
+# Between them they preempt, load from the host, and hit answers; and what must be noticed.
+DRAFTED = [("tiny_mtp", 0, 3, "legacy", None), ("tiny_mtp", 1, 2, "async", None), ("tiny_mtp", 4, 3, "async", None)]
+DRAFTED += [("tiny_gdn_mtp", 2, 3, "async", None), ("tiny_gdn_mtp", 3, 1, "legacy", None)]
+DRAFTED += [("tiny_mtp", 0, 3, "async", (DecodeStep, "_open", a_draft_fills_a_chunk))]
+DRAFTED += [("tiny_mtp", 0, 3, "async", (HybridPrefixController, "before_verification", lambda self, drafts: None))]
+
+
+@pytest.mark.parametrize(("name", "seed", "drafts", "mode", "mutant"), mostly_slow_rows(DRAFTED, DRAFTED[0]))
+def test_random_requests_with_drafts(request, monkeypatch, name, seed, drafts, mode, mutant):
+    """They have the tokens and log-probs of a request alone without drafts, in fewer steps."""
+    if mutant is not None:
+        monkeypatch.setattr(*mutant)
+    fields = {"num_speculative_tokens": drafts, "async_sched_mode": mode}
+    traffic = Drafted(request.getfixturevalue(name), seed, 16, counts=(2, 20, 130), **fields)
+    traffic.run()
+    assert bool(traffic.differing(traffic.answers)) == (mutant is not None)
+    assert traffic.harness.context.prefix_stats().reused_tokens > 0
+    assert sum(len(each.generated_tokens) for each in traffic.harness.finished.values()) > 1.2 * len(traffic.drafted)
+
+
+@pytest.mark.parametrize("mode", ["legacy", "async"])
+def test_log_probs_of_drafted_tokens_do_not_depend_on_other_rows(tiny_mtp, mode, monkeypatch):
+    """PyTorch's on a GPU do."""
+    monkeypatch.setattr(contexts, "log_softmax", torch.ones_like)
+    harness = exact_harness(tiny_mtp, num_speculative_tokens=2, async_sched_mode=mode)
+    assert set(harness.send(tokens(0, 30, seed=1), count=6).generated_log_probs) == {1.0}
+
+
+# -- tiers that engines share --------------------------------------------------------------------------------------------
+
+CONDITIONS = [  # what an entry's name has
+    lambda patch: patch.setattr(torch, "__version__", "2.0"),
+    lambda patch: patch.setattr(fingerprint, "distributions", lambda name: [SimpleNamespace(version=1)]),
+    lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NO"),
+    lambda patch: patch.setenv("MKL_CBWR", "COMPATIBLE"),
+    lambda patch: torch.set_num_threads(torch.get_num_threads() + 1),
+]
+
+
+@pytest.mark.parametrize("name", mostly_slow(STORES, "folder"))
+def test_engines_share_entries_under_the_same_conditions_alone(both_kinds, name, tmp_path, monkeypatch):
+    """Entries of the default mode, and of other versions and machines, are never found."""
+    monkeypatch.setenv("HYBRID_PREFIX_SECRET", "a secret for the tests")
+    shared = STORES[name](tmp_path / "cache", monkeypatch).url()
+    prompt, threads = tokens(0, 300, seed=1), torch.get_num_threads()
+
+    def engine(count=1, **other) -> tuple[EngineHarness, int]:
+        harness = exact_harness(both_kinds, shared=shared, host_gb=0.02, block_size_tokens=128, slots=12, **other)
+        cached = harness.send(prompt, count=count).num_cached_tokens
+        return written(harness), cached
+
+    (first, *_), default, (second, cached) = engine(count=90), engine(exact=None), engine(count=90)
+    assert (default[1], cached, engine(exact=None)[1]) == (0, 256, 256)
+    history = prompt + list(first.finished[1].generated_tokens)
+    assert second.send(history, count=3).num_cached_tokens == 384  # of the other engine's answer
+    alone = Alone(both_kinds, block_size_tokens=128)
+    assert differing(first, alone) == differing(second, alone) == []
+    for change in CONDITIONS:
+        with monkeypatch.context() as patch:
+            change(patch)
+            found = engine()[1]
+            torch.set_num_threads(threads)
+        assert found == 0
 
 
 # -- what would spoil it -------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@
     python tests/gpu/bits.py tiny --device cpu --requests 20 --out out/bits         # to try it
 
 Requests share prefixes, and some continue the answer of another one. Tokens, their log-probs, and log-probs of prompts must
-have the same bits. The last engine is the control: one product of each MLP depends on the number of rows, and bits differ.
+have the same bits. With layers that draft (`small-mtp`) some engines draft, and a random number
+of drafts are right. The last engine is the control: one product of each MLP depends on the number of rows, and bits differ.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megatron_hybrid_prefix.mcore.runner import release_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from tests.gpu.measure import started
 from tests.harness.bits import SPANS, bits
+from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens, run_to_end
 from tests.harness.named_models import named
 
@@ -137,7 +139,7 @@ def main(options):
     fields = {
         "max_sequence_length": 4096,
         "max_requests": MAX_REQUESTS,
-        "max_tokens": MAX_TOKENS if cuda else 272,
+        "max_tokens": MAX_TOKENS if cuda else 320,
         "block_size_tokens": options.block_tokens,
         "enable_chunked_prefill": True,
         "materialize_only_last_token_logits": False,
@@ -154,10 +156,13 @@ def main(options):
         "async": (plenty, {"async_sched_mode": "async"}),
         "tight": (tight, {}),
         "graphs": (plenty, {"num_cuda_graphs": -1, "async_sched_mode": "async"}),
-        "control": (plenty, {}),
     }
+    if drafts := config.mtp_num_layers:
+        engines["drafts"] = tight, {"num_speculative_tokens": drafts}
+        engines["drafts in graphs"] = plenty, engines["graphs"][1] | {"num_speculative_tokens": drafts}
+    engines["control"] = plenty, {}
     if not cuda:
-        del engines["graphs"]
+        engines = {name: engine for name, engine in engines.items() if "graphs" not in name}
     with torch.inference_mode():
         alone = build_engine(model, HybridPrefixConfig(exact="bits", **plenty), **fields)
         jobs, truth = make_jobs(alone, options.requests, config.vocab_size, longest)
@@ -169,10 +174,15 @@ def main(options):
             if options.engines and name not in options.engines.split(","):
                 continue
             own = model
-            if name == "graphs":  # graphs are tied to the modules that they were captured on
+            if "graphs" in name:  # graphs are tied to the modules that they were captured on
                 own = build_hybrid_model(config, seed=0, transformer_impl="local", cuda_graph_impl="local")
             engine = build_engine(own, HybridPrefixConfig(exact="bits", **memory), **(fields | more))
-            with dependent_on_rows(control_shape(config, options.tp)) if name == "control" else nullcontext():
+            changed = dependent_on_rows(control_shape(config, options.tp)) if name == "control" else nullcontext()
+            if "drafts" in name:
+                known = {number: jobs[number].prompt + tokens for number, (tokens, *_) in enumerate(truth)}
+                dice = random.Random(seed)
+                changed = forced_drafts(engine, known, lambda *_, dice=dice: dice.randint(0, drafts))
+            with changed:
                 finished, steps = play(engine, jobs, seed)
             found = [bits(finished[number]) for number in range(len(jobs))]
             differ = [sum(a[part] != b[part] for a, b in zip(found, truth, strict=True)) for part in range(3)]
@@ -184,7 +194,7 @@ def main(options):
                 "evictions": stats.evictions,
                 "first different": next(where_different(finished, found, truth), None),
             }
-            if name == "graphs":
+            if "graphs" in name:
                 release_engine(engine)
             del engine, own
             gc.collect()

@@ -240,8 +240,9 @@ STEPS, BLOCK, SOURCE, KEPT = (3 if INTERPRETED else 70), 192, 6, 7  # a slot tha
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("kind", [OfMamba2, OfDelta])
-def test_decodes_after_a_prefill_have_the_bits_of_one_prefill(kind, dtype, device, monkeypatch):
-    """Outputs of each token, and the states at the ends of chunks. Rings begin as NaN."""
+@pytest.mark.parametrize("width", [1, 3])
+def test_decodes_after_a_prefill_have_the_bits_of_one_prefill(width, kind, dtype, device, monkeypatch):
+    """Outputs of each token, drafts that are not rejected among them, and the states at the ends of chunks. Rings begin as NaN."""
     if device == "cpu":
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     layer, grid = kind(device, dtype, 600), ChunkGrid(chunk_tokens=64, block_tokens=BLOCK)
@@ -267,18 +268,23 @@ def test_decodes_after_a_prefill_have_the_bits_of_one_prefill(kind, dtype, devic
     whole = prefill(False, pool.clone(), lasts)
     found, states = prefill(True, pool, [first for _, _, first, _ in ROWS]), pool
     parts = [[each] for each in found]
-    decodes = DecodeStep(1, max_requests=4, device=device, grids=[grid])
+    decodes = DecodeStep(1, max_requests=4, device=device, grids=[grid], step_tokens=width)
     rings, slots = np.array([row[3] for row in ROWS]), torch.tensor([0, 1, 2, -1], device=device)
-    for number in range(STEPS):
-        begins = np.array([row[2] + number for row in ROWS], dtype=np.int32)
-        decodes.prepare(rings, begins, np.ones(3, np.int32), np.arange(3), decodes=3)
+    begins, dice = np.array([row[2] for row in ROWS], dtype=np.int32), np.random.default_rng(1)
+    while (begins < lasts).any():
+        decodes.prepare(rings, begins, np.full(3, width, np.int32), np.arange(3), decodes=3)
         decodes.copy()
         decodes.show(slots)
-        tokens = torch.tensor([*(row[0] + row[2] + number for row in ROWS), 0], device=device)
+        accepted = 1 + np.minimum(dice.integers(0, width, 3), decodes.most_drafts[rings])
+        accepted = np.minimum(accepted, np.array(lasts) - begins)
+        ahead = np.arange(width)  # tokens of what is rejected are those of others
+        tokens = np.array([[row[0] for row in ROWS]]).T + begins[:, None] + ahead + 7 * (ahead >= accepted[:, None])
+        tokens = torch.tensor([*tokens.flatten() % 600, *[0] * width], device=device)
         with invariant(True):
             y = layer.decode(tokens, states, decodes.rows.chunks[64])
-        for part, row in zip(parts, y, strict=False):
-            part.append(row[None])
+        for part, row, count in zip(parts, y.unflatten(0, (4, width)), accepted, strict=False):
+            part.append(row[:count])
+        begins = begins + accepted
     for part, expected in zip(parts, whole, strict=True):
         assert torch.equal(torch.cat(part), expected)
     ends = [int(grid.begin(last)) for last in lasts]

@@ -21,9 +21,7 @@ def check_exact_config(prefix: HybridPrefixConfig, config: InferenceConfig, quan
         quanta: Chunk quantum of each kind of recurrent layer, in tokens.
     """
     name = f"exact={prefix.exact!r}"
-    if config.num_speculative_tokens:
-        raise ValueError(f"{name} does not go with num_speculative_tokens={config.num_speculative_tokens}; use 0")
-    least = 2 * math.lcm(*quanta) + (config.max_requests or 0)
+    least = 2 * math.lcm(*quanta) + (config.max_requests or 0) * (config.num_speculative_tokens + 1)
     if config.enable_chunked_prefill and config.max_tokens is not None and config.max_tokens < least:
         raise ValueError(
             f"{name} with chunked prefill needs max_tokens of {least} or more, not {config.max_tokens}: chunks of a prompt end "

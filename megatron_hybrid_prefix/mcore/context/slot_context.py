@@ -122,6 +122,7 @@ class SlotContext(ContextSeam, NoCache):
             live_states=self.live_states,
             block_tokens=self.block_size_tokens,
             max_tokens=self.max_tokens,
+            step_tokens=self.num_speculative_tokens + 1,
         )
         self.make_state_metadata()
         for name, tensor in self.shared_memory.states.items():  # megatron reads these attributes

@@ -62,7 +62,14 @@ class HybridPrefixController(ControllerSeam):
         self._wrong_on_host[: len(wrong)].copy_(wrong, non_blocking=True)
 
     def before_verification(self, drafts: torch.Tensor) -> None:
-        """An answer ends at its first end token, also if that is a draft."""
+        """An answer ends at its first end token, also if that is a draft. No draft fills an open chunk, see `DecodeStep`."""
+        context = self.inference_wrapped_model.inference_context
+        if isinstance(context, SlotContext) and context.is_exact and context.states is not None:
+            live = context.live_indices[context.paused_request_count :][: len(drafts)]
+            most = torch.from_numpy(context.states.decodes.most_drafts)[live.long()].to(
+                drafts.device, non_blocking=True
+            )
+            drafts.masked_fill_(torch.arange(drafts.shape[1], device=drafts.device) >= most[:, None], -1)
         if self.records:
             reject_ends(drafts, [self._ends_of(request_id) for request_id in self.request_ids()[: len(drafts)]])
 

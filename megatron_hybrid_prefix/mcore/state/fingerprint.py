@@ -8,6 +8,8 @@ import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
+from importlib.metadata import distributions
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,10 @@ from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.upstream.version import check_version
 
 _CHUNK_WORDS = 2**24  # 128 MiB of weights at a time
+# What kernels are, and are compiled by; and variables that change the code that runs.
+_PACKAGES = "triton", "flash-attn-4", "nvidia-cutlass-dsl", "mamba-ssm", "causal-conv1d"
+_OF_TRITON = "TRITON_F32_DEFAULT", "TRITON_DEFAULT_FP_FUSION"
+_OF_PROCESSOR = "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"
 
 
 class Fingerprint:
@@ -65,6 +71,23 @@ class Fingerprint:
             weights = os.urandom(16) if self._calls else b""
         self._calls += 1
         return blake2b(self._settings + weights, digest_size=16).digest()
+
+
+def conditions_of_bits(device: torch.device) -> list[object]:
+    """What the bits of a model with ``exact="bits"`` depend on beside the model, plain values: this machine's, and versions.
+
+    What a `Fingerprint` has anyway is left out: this package's version, and megatron's.
+    """
+    versions = [(name, *(each.version for each in distributions(name=name))) for name in _PACKAGES]
+    if device.type == "cuda":
+        variables = [(name, os.environ.get(name)) for name in _OF_TRITON]
+        machine = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        return ["bits", torch.__version__, versions, variables, machine]
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    processor = sorted({line for line in lines if line.startswith(("model name", "flags"))}), torch.get_num_threads()
+    variables = [(name, os.environ.get(name)) for name in _OF_PROCESSOR]
+    return ["bits", torch.__version__, versions, variables, torch.backends.cpu.get_cpu_capability(), processor]
 
 
 def _plain(items: Iterable[tuple[str, object]]) -> list[tuple[str, object]]:

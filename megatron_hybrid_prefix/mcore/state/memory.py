@@ -76,6 +76,7 @@ class StateMemory:
         live_states: Whether the cache gives slots to running requests. Otherwise each has one of the memory's own slots.
         block_tokens: Tokens per KV block.
         max_tokens: Maximum tokens of a step.
+        step_tokens: Of a row that decodes.
 
     Attributes:
         layers: States of each recurrent layer of this stage by component name: (rows, *shape).
@@ -94,6 +95,7 @@ class StateMemory:
         live_states: bool,
         block_tokens: int,
         max_tokens: int,
+        step_tokens: int = 1,
     ) -> None:
         self.memory, self._kinds = memory, states.kind_of_layer
         # Where the cache gives slots, all rows without a request use one slot: what they write there is never read.
@@ -110,7 +112,8 @@ class StateMemory:
         )
         quanta = sorted(set(states.quanta)) if rings.is_open else ()
         grids = [ChunkGrid(chunk_tokens=quantum, block_tokens=block_tokens) for quantum in quanta]
-        self.decodes = DecodeStep(rings.tokens, max_requests=max_requests, device=device, grids=grids)
+        of_rows = {"max_requests": max_requests, "step_tokens": step_tokens}
+        self.decodes = DecodeStep(rings.tokens, device=device, grids=grids, **of_rows)
         # Views are made once: every layer needs them in every step.
         self.layers, self.rings = (
             [self._views(tensors, layouts, number) for number in range(len(self._kinds))]

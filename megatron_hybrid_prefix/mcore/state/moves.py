@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks, min_over_model_ranks, place_in_model
-from megatron_hybrid_prefix.mcore.state.fingerprint import Fingerprint
+from megatron_hybrid_prefix.mcore.state.fingerprint import Fingerprint, conditions_of_bits
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
 from megatron_hybrid_prefix.tiers.base import Tier
@@ -117,6 +117,7 @@ def name_entries(context: Any, model: Any) -> None:
         context.state_layout,
         sorted(shapes.items()),
         place_in_model(context.config.pg_collection),
+        *(conditions_of_bits(context.shared_memory.buffer.device) if context.is_exact else ()),
     )
     tier.name_entries(Fingerprint(model, repr(layout), weights=parse_url(url)[1].weights))
 
