@@ -21,7 +21,7 @@ def can_run(tokens: torch.Tensor) -> bool:
     """Whether `experts_of_few` takes these tokens, (tokens, hidden)."""
     hopper = not tokens.is_cuda or (tokens.dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] == 9)
     few = scope.is_on() or len(tokens) <= MOST_TOKENS
-    return 0 < len(tokens) and few and runs_kernel(tokens) and hopper and not torch.is_grad_enabled()
+    return len(tokens) > 0 and few and runs_kernel(tokens) and hopper and not torch.is_grad_enabled()
 
 
 def experts_of_few(
@@ -47,7 +47,8 @@ def experts_of_few(
     block = triton.next_power_of_2(experts)
     _sort_kernel[(experts,)](chosen.view(torch.uint8), counts, pairs, len(x), EXPERTS=experts, BLOCK=block, TOP_K=top_k)
     inner, out = (x.new_empty(len(x) * top_k, columns) for columns in (width, hidden))
-    rows = min(max(triton.next_power_of_2(2 * len(inner) // experts), 16), 64)  # twice the mean of an expert
+    most = 64 if len(x) <= MOST_TOKENS else 128
+    rows = min(max(triton.next_power_of_2(2 * len(inner) // experts), 16), most)  # twice the mean of an expert
     lists = counts, pairs, probs, len(x), experts
     for given, weight, products, each in ((x, up, inner, top_k), (inner, down, out, 1)):
         columns, parts = products.shape[1], weight.shape[1] // products.shape[1]

@@ -54,7 +54,6 @@ REFUSED = [
     ("tiny", BITS | {"exact": "roughly"}, {}, "exact='roughly': must be 'bits', or None"),
     ("tiny", BITS | {"state_dtype": "bfloat16"}, {}, "exact='bits' needs state_dtype='float32', not 'bfloat16'"),
     ("tiny", BITS | {"shared": "file:///x?gb=1", "host_gb": 1}, {}, "exact='bits' does not go with shared: what is"),
-    ("tiny_mixed", BITS, {}, "experts are not covered"),
     ("tiny_mtp", BITS, {"num_speculative_tokens": 2}, "does not go with num_speculative_tokens=2; use 0"),
     ("tiny", BITS, {"enable_chunked_prefill": True, "max_tokens": 128}, "needs max_tokens of 260 or more, not 128"),
 ]
