@@ -168,9 +168,9 @@ class InvariantRouter(TopKRouter):
             logits.view(-1, logits.shape[-1]),
             choose,
             score_function=self.score_function,
-            softmax_first=config.moe_router_pre_softmax,
-            bias=self.expert_bias,
-            scaling=config.moe_router_topk_scaling_factor,
+            use_pre_softmax=config.moe_router_pre_softmax,
+            expert_bias=self.expert_bias,
+            scaling_factor=config.moe_router_topk_scaling_factor,
         )
 
 

@@ -299,14 +299,13 @@ def left_to_blas(self, rows, counts, probs):
     return F.grouped_mm(inner * probs[:, None], self.linear_fc2_weight.transpose(1, 2), offs=ends)
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        (experts.ExpertDispatcher, "combine_postprocess", in_the_order_of_arrival),
-        (experts.GroupedExperts, "_each", left_to_blas),
-    ],
-    ids=["a combine in the order of arrival", "a product left to BLAS"],
-)
+MIXED_UP = {
+    "arrival": (experts.ExpertDispatcher, "combine_postprocess", in_the_order_of_arrival),
+    "BLAS": (experts.GroupedExperts, "_each", left_to_blas),
+}
+
+
+@pytest.mark.parametrize("mutant", MIXED_UP.values(), ids=MIXED_UP)
 def test_experts_that_depend_on_other_tokens_are_noticed(biased, monkeypatch, mutant):
     alone, harness = Alone(biased), exact_harness(biased)
     monkeypatch.setattr(*mutant)
@@ -314,28 +313,17 @@ def test_experts_that_depend_on_other_tokens_are_noticed(biased, monkeypatch, mu
     assert differing(harness, alone) == [1, 2]  # 64 rows alone, 128 together
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("moe_input_jitter_eps", 0.1),
-        ("moe_router_load_balancing_type", "sinkhorn"),
-        ("moe_router_dtype", "fp64"),
-        ("moe_router_force_biased", 0.0),
-        ("moe_router_fusion", True),
-        ("moe_router_score_function", "sqrtsoftplus"),
-    ],
-)
-def test_routers_that_look_at_other_tokens_or_draw_numbers_are_refused(tiny_moe, monkeypatch, field, value):
+OTHER_ROUTERS = {"moe_input_jitter_eps": 0.1, "moe_router_load_balancing_type": "sinkhorn", "moe_router_dtype": "fp64"}
+
+
+def test_other_routers_and_experts_are_refused(tiny_moe, platform, monkeypatch):
     assert invariant_problem(tiny_moe) is None
-    monkeypatch.setattr(tiny_moe.config, field, value)
-    assert invariant_problem(tiny_moe) == f"{field}={value!r} is not covered"
-
-
-def test_other_experts_are_refused(platform):
-    """Those that are computed one by one."""
-    model = build_hybrid_model(get_preset("tiny-moe", moe_ffn_hidden_size=30), platform=platform)
-    said = "decoder.layers.2.mlp: SequentialMLP is not covered; of experts, GroupedExperts of build_hybrid_model are"
-    assert invariant_problem(model) == said
+    for field, value in OTHER_ROUTERS.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(tiny_moe.config, field, value)
+            assert invariant_problem(tiny_moe) == f"{field}={value!r} is not covered"
+    one_by_one = build_hybrid_model(get_preset("tiny-moe", moe_ffn_hidden_size=30), platform=platform)
+    assert "layers.2.mlp: SequentialMLP is not covered; of experts, GroupedExperts" in invariant_problem(one_by_one)
 
 
 def test_routes_come_back_with_the_same_bits(platform):

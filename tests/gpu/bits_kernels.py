@@ -106,12 +106,8 @@ def expert_cases():
         return rows_differ(lambda x: route(x, lambda scores: largest(scores, *sizes)[1], **fields), logits)
 
     def made(experts, width, hidden, parts, top_k):
-        x, up, down = (
-            rand(*shape, seed=seed)
-            for seed, shape in enumerate(
-                ((max(COUNTS), hidden), (experts, parts * width, hidden), (experts, hidden, width))
-            )
-        )
+        shapes = (max(COUNTS), hidden), (experts, parts * width, hidden), (experts, hidden, width)
+        x, up, down = (rand(*shape, seed=seed) for seed, shape in enumerate(shapes))
         probs = torch.rand(len(x), experts, generator=torch.Generator(DEVICE).manual_seed(4), device=DEVICE)
         chosen = torch.zeros_like(probs, dtype=torch.bool).scatter(1, probs.topk(top_k).indices, True)
         return x, chosen, (probs * chosen).to(DTYPE), up, down, top_k
@@ -132,7 +128,7 @@ def expert_cases():
 
     real = {"squared ReLU": (32, 1856, 2688, 1, 6), "SwiGLU": (64, 512, 2048, 2, 10)}
     weight = rand(128, 2688, seed=1)
-    scores = {"sigmoid": {"score_function": "sigmoid", "scaling": 2.5}, "softmax": {"score_function": "softmax"}}
+    scores = {"sigmoid": {"score_function": "sigmoid", "scaling_factor": 2.5}, "softmax": {"score_function": "softmax"}}
     scores["sigmoid, in groups"] = scores["sigmoid"] | {"groups": 8, "of_groups": 2}
     return {
         "product in float32": lambda: rows_differ(lambda x: linear(x, weight, dtype=torch.float32), rand(4096, 2688)),

@@ -71,35 +71,29 @@ def test_a_product_that_depends_on_other_rows_is_noticed():
     assert depends_on_other_rows(lambda x: by_rows(linear(x, weight)), draw(ROWS, 64))
 
 
-ROUTERS = {  # arguments of megatron's function
-    "softmax": {"score_function": "softmax"},
-    "softmax first": {"score_function": "softmax", "use_pre_softmax": True, "scaling_factor": 2.5},
-    "sigmoid": {"score_function": "sigmoid", "scaling_factor": 2.5, "expert_bias": True},
-    "groups": {"score_function": "sigmoid", "num_groups": 4, "group_topk": 2, "expert_bias": True},
-    "softmax, groups": {"score_function": "softmax", "num_groups": 4, "group_topk": 1},
+SIGMOID = {"score_function": "sigmoid", "scaling_factor": 2.5}
+ROUTERS = {  # arguments of megatron's function; groups and those of a token
+    "softmax": ({"score_function": "softmax"}, ()),
+    "softmax first": ({"score_function": "softmax", "use_pre_softmax": True}, ()),
+    "sigmoid": (SIGMOID, ()),
+    "sigmoid, groups": (SIGMOID, (4, 2)),
+    "softmax, groups": ({"score_function": "softmax"}, (4, 1)),
 }
 
 
-def routed(logits, name, bias, topk=4):
-    """Weights and map, by ours."""
-    config = ROUTERS[name]
-    sizes = topk, config.get("num_groups"), config.get("group_topk")
-    return route(
-        logits,
-        lambda scores: largest(scores, *sizes)[1],
-        score_function=config["score_function"],
-        softmax_first=config.get("use_pre_softmax", False),
-        bias=bias if "expert_bias" in config else None,
-        scaling=config.get("scaling_factor"),
-    )
+def routed(logits, name, function=None):
+    """Weights and map of four experts, by ours or by megatron's function."""
+    fields, groups = ROUTERS[name]
+    fields = fields | {"expert_bias": draw(logits.shape[1], seed=3) if fields is SIGMOID else None}
+    if function is not None:
+        return function(logits, 4, **fields, **dict(zip(("num_groups", "group_topk"), groups, strict=False)))
+    return route(logits, lambda scores: largest(scores, 4, *groups)[1], **fields)
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_routes_are_megatrons(name):
-    logits, bias = draw(ROWS, 60), draw(60, seed=1)
-    config = ROUTERS[name] | ({"expert_bias": bias} if "expert_bias" in ROUTERS[name] else {})
-    right, chosen = topk_routing_with_score_function(logits, 4, **config)
-    weights, ours = routed(logits, name, bias)
+    logits = draw(ROWS, 60)
+    (weights, ours), (right, chosen) = routed(logits, name), routed(logits, name, topk_routing_with_score_function)
     assert torch.equal(ours, chosen)
     torch.testing.assert_close(weights, right, rtol=1e-5, atol=0)
 
@@ -113,10 +107,7 @@ def test_equal_scores_are_chosen_by_number():
 
 
 ROW_BY_ROW = {
-    **{
-        f"routes by {name}": lambda x, name=name: routed(x, name, draw(x.shape[1], seed=3))[0]
-        for name in ROUTERS
-    },
+    **{f"routes by {name}": lambda x, name=name: routed(x, name)[0] for name in ROUTERS},
     "a token's experts": lambda x: x.view(len(x), 4, -1).sum(1),
     "rms norm": lambda x: rms_norm(x, draw(x.shape[1], seed=3), 1e-5),
     "gated norm": lambda x: gated_rms_norm(x, draw(x.shape[1], seed=3), x.flip(1), 1e-6, x.shape[1] // 4, True),

@@ -43,19 +43,19 @@ def route(
     choose: Callable[[torch.Tensor], torch.Tensor],
     *,
     score_function: str,
-    softmax_first: bool = False,
-    bias: torch.Tensor | None = None,
-    scaling: float | None = None,
+    use_pre_softmax: bool = False,
+    expert_bias: torch.Tensor | None = None,
+    scaling_factor: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As megatron's ``topk_routing_with_score_function``.
+    """As megatron's ``topk_routing_with_score_function``, with the names of its arguments.
 
     Args:
         logits: (tokens, experts).
         choose: The experts of each token, (tokens, top-k), by scores like the logits in float32.
         score_function: "softmax" (of the chosen scores) or "sigmoid" (over the sum of the chosen ones).
-        softmax_first: With softmax: of all scores.
-        bias: (experts,) is added to sigmoids for the choice.
-        scaling: What weights are multiplied by.
+        use_pre_softmax: With softmax: of all scores.
+        expert_bias: (experts,) is added to sigmoids for the choice.
+        scaling_factor: What weights are multiplied by.
 
     Returns:
         (tokens, experts): the weights in the dtype of the logits, zeros elsewhere; and whether an expert is chosen.
@@ -63,15 +63,15 @@ def route(
     scores = logits.float()
     if score_function == "sigmoid":
         scores = torch.sigmoid(scores) if scores.is_cuda else sigmoid(scores)
-    elif softmax_first:
+    elif use_pre_softmax:
         scores = torch.softmax(scores, dim=-1)
-    chosen = choose(scores if bias is None else scores + bias)
+    chosen = choose(scores if expert_bias is None else scores + expert_bias)
     weights = scores.gather(1, chosen)
     if score_function == "sigmoid":
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) if chosen.shape[1] > 1 else weights
-    elif not softmax_first:
+    elif not use_pre_softmax:
         weights = torch.softmax(weights, dim=-1)
-    weights = (weights * (scaling or 1.0)).to(logits.dtype)
+    weights = (weights * (scaling_factor or 1.0)).to(logits.dtype)
     return (
         torch.zeros_like(logits).scatter(1, chosen, weights),
         torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True),
