@@ -23,6 +23,7 @@ from megatron_hybrid_prefix.ops.invariant.attention import attend_paged
 from megatron_hybrid_prefix.ops.invariant.linear import linear
 from megatron_hybrid_prefix.ops.invariant.norm import rms_norm
 from megatron_hybrid_prefix.ops.invariant.reduce import sum_over_ranks
+from megatron_hybrid_prefix.ops.invariant.route import largest, route
 from megatron_hybrid_prefix.upstream.invariant import (
     MLP,
     BaseMoELayer,
@@ -33,6 +34,8 @@ from megatron_hybrid_prefix.upstream.invariant import (
     RowParallelLinear,
     SelfAttention,
     SelfAttentionSeam,
+    SharedExpertMLP,
+    TopKRouter,
     wider_outputs,
 )
 from megatron_hybrid_prefix.upstream.overrides import lost_override
@@ -115,18 +118,72 @@ class InvariantMLP(MLP):
         """An activation that rounds alike everywhere."""
         if hidden_states.is_cuda or not self.config.gated_linear_unit or not scope.is_on():
             return super().forward(hidden_states, *args, **kwargs)
-        output, bias = self.linear_fc1(hidden_states)
-        gate, values = (output if bias is None else output + bias).chunk(2, dim=-1)
-        return self.linear_fc2(silu(gate) * values)
+        return _gated_mlp(self, hidden_states)
 
 
+def _gated_mlp(mlp: MLP, x: torch.Tensor) -> Any:
+    output, bias = mlp.linear_fc1(x)
+    gate, values = (output if bias is None else output + bias).chunk(2, dim=-1)
+    return mlp.linear_fc2(silu(gate) * values)
+
+
+class InvariantSharedExpert(SharedExpertMLP):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """An MLP, whose gate is a product, too."""
+        if not scope.is_on():
+            found: torch.Tensor = super().forward(hidden_states)
+            return found
+        is_plain = hidden_states.is_cuda or not self.config.gated_linear_unit
+        output, _ = (MLP.forward if is_plain else _gated_mlp)(self, hidden_states)
+        if self.use_shared_expert_gate:
+            gate = sigmoid(linear(hidden_states, self.gate_weight, torch.float32))
+            output = (output * gate).to(output.dtype)
+        return output
+
+
+class InvariantRouter(TopKRouter):
+    """Losses and counters are of training; what drops tokens is refused."""
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Logits, (..., experts), in ``moe_router_dtype``."""
+        if not scope.is_on():
+            found: torch.Tensor = super().gating(input)
+            return found
+        dtype = torch.float32 if self.config.moe_router_dtype == "fp32" else input.dtype
+        logits = linear(input.to(self.weight.dtype), self.weight, dtype)
+        return logits if self.bias is None else (logits + self.bias).to(dtype)
+
+    def routing(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Weights and map of the chosen experts, both (tokens, experts); routes may be recorded and replayed."""
+        if not scope.is_on():
+            return super().routing(logits, *args, **kwargs)
+        config, replay = self.config, self.router_replay
+        sizes = self.topk, config.moe_router_num_groups, config.moe_router_group_topk
+
+        def choose(scores: torch.Tensor) -> torch.Tensor:
+            found = largest(scores, *sizes) if replay is None else replay.get_replay_topk(scores, *sizes, largest)
+            return found[1]
+
+        return route(
+            logits.view(-1, logits.shape[-1]),
+            choose,
+            score_function=self.score_function,
+            use_pre_softmax=config.moe_router_pre_softmax,
+            expert_bias=self.expert_bias,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+        )
+
+
+# The first that a module is of counts.
 _CLASSES: tuple[tuple[type, type], ...] = (
     (HybridModel, InvariantModel),
     (ColumnParallelLinear, InvariantColumns),
     (RowParallelLinear, InvariantRows),
     (torch.nn.RMSNorm, InvariantNorm),
     (SelfAttention, InvariantAttention),
+    (SharedExpertMLP, InvariantSharedExpert),
     (MLP, InvariantMLP),
+    (TopKRouter, InvariantRouter),
 )
 
 
@@ -136,8 +193,12 @@ def use_invariant_layers(model: torch.nn.Module) -> int:
     Returns:
         How many modules changed; 0 if all had theirs.
     """
-    found = ((ours, module) for module in model.modules() for base, ours in _CLASSES if isinstance(module, base))
-    return sum(put_before("Invariant", ours, module) for ours, module in found)
+    found = ((_class_for(module), module) for module in model.modules())
+    return sum(put_before("Invariant", ours, module) for ours, module in found if ours is not None)
+
+
+def _class_for(module: torch.nn.Module) -> type | None:
+    return next((ours for base, ours in _CLASSES if isinstance(module, base)), None)
 
 
 def invariant_problem(model: torch.nn.Module) -> str | None:
@@ -145,7 +206,7 @@ def invariant_problem(model: torch.nn.Module) -> str | None:
     config: Any = next((m.config for m in model.modules() if isinstance(m, HybridModel)), None)
     if config is None:
         return "the model is no HybridModel"
-    found = _problem_of_config(config) or _problem_of_modules(model)
+    found = _problem_of_config(config) or _problem_of_routing(config) or _problem_of_modules(model)
     if found is None and next(model.parameters()).is_cuda:
         from megatron_hybrid_prefix.layers.invariant_cuda import cuda_problem
 
@@ -155,7 +216,6 @@ def invariant_problem(model: torch.nn.Module) -> str | None:
 
 def _problem_of_config(config: Any) -> str | None:
     checks: tuple[tuple[bool, str], ...] = (
-        (bool(config.num_moe_experts), "how many rows an expert gets depends on the batch; experts are not covered"),
         (bool(config.sequence_parallel), "sequence_parallel adds ranks in the order of the network; turn it off"),
         (
             config.transformer_impl == "inference_optimized",
@@ -180,19 +240,41 @@ def _problem_of_config(config: Any) -> str | None:
     return next((message for applies, message in checks if applies), None)
 
 
+def _problem_of_routing(config: Any) -> str | None:
+    """What makes a token depend on others or on chance. Losses do in training alone."""
+    refused = {
+        "moe_router_score_function": config.moe_router_score_function not in ("softmax", "sigmoid"),
+        "moe_router_load_balancing_type": config.moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing"),
+        "moe_router_dtype": config.moe_router_dtype == "fp64",
+        "moe_input_jitter_eps": config.moe_input_jitter_eps is not None,
+        "moe_router_force_load_balancing": config.moe_router_force_load_balancing,
+        "moe_router_force_biased": config.moe_router_force_biased is not None,
+        "moe_router_fusion": config.moe_router_fusion,
+        "moe_expert_capacity_factor": config.moe_expert_capacity_factor is not None,
+    }
+    name = next((name for name, applies in refused.items() if applies), None) if config.num_moe_experts else None
+    return None if name is None else f"{name}={getattr(config, name)!r} is not covered"
+
+
+def _problem_of_experts(layer: Any) -> str | None:
+    """Other experts, and what takes tokens to them, may add in any order."""
+    own = __name__.partition(".")[0] + "."
+    parts = (layer.experts, layer.token_dispatcher, *([] if isinstance(layer.router, TopKRouter) else [layer.router]))
+    other = next((type(part).__name__ for part in parts if not type(part).__module__.startswith(own)), None)
+    return None if other is None else f"{other} is not covered; of experts, GroupedExperts of build_hybrid_model are"
+
+
 def _problem_of_modules(model: torch.nn.Module) -> str | None:
     for name, module in model.named_modules():
         if type(module).__module__.startswith("transformer_engine") or "TE" in type(module).__name__[:2]:
             return f"{name} is of Transformer Engine; build the model with transformer_impl='local'"
-        if isinstance(module, BaseMoELayer):
-            return f"{name} has experts, which are not covered"
         if isinstance(module, L2Norm):
             return f"{name} is an L2 norm (qk_l2_norm), which is not covered"
-        for base, ours in _CLASSES:
-            if not isinstance(module, base):
-                continue
-            if found := lost_override(module, ours, lost=("_forward_impl",), extends=base is HybridModel):
-                return f"{name}: {found}"
+        found = _problem_of_experts(module) if isinstance(module, BaseMoELayer) else None
+        if (ours := _class_for(module)) is not None:
+            found = lost_override(module, ours, lost=("_forward_impl",), extends=ours is InvariantModel)
+        if found is not None:
+            return f"{name}: {found}"
         if isinstance(module, torch.nn.Linear):
             return f"{name} is a plain torch.nn.Linear, which is not covered"
         if isinstance(module, ColumnParallelLinear) and (wider := wider_outputs(module)) is not None:

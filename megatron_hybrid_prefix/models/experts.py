@@ -23,8 +23,11 @@ from typing import Any, override
 import torch
 import torch.nn.functional as F
 
-from megatron_hybrid_prefix.ops.elementwise import squared_relu
+from megatron_hybrid_prefix.ops.elementwise import silu, squared_relu
 from megatron_hybrid_prefix.ops.experts import can_run, experts_of_few
+from megatron_hybrid_prefix.ops.invariant import scope
+from megatron_hybrid_prefix.ops.invariant.linear import linear
+from megatron_hybrid_prefix.ops.invariant.reduce import sum_over_ranks
 from megatron_hybrid_prefix.upstream import moe
 from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.overrides import is_known
@@ -96,6 +99,8 @@ class GroupedExperts(torch.nn.Module):
         if tokens_per_expert.dtype == torch.bool:
             weights = self.linear_fc1_weight, self.linear_fc2_weight
             return experts_of_few(rows, tokens_per_expert, probs, *weights, self.config.moe_router_topk), None
+        if scope.is_on():
+            return self._each(rows, tokens_per_expert, probs), None
         ends = tokens_per_expert.to(rows.device).cumsum(0).to(torch.int32)
         inner = F.grouped_mm(rows, self.linear_fc1_weight.transpose(1, 2), offs=ends)
         if self.config.gated_linear_unit:
@@ -105,6 +110,29 @@ class GroupedExperts(torch.nn.Module):
             inner = self.config.activation_func(inner)
         inner = (inner * probs.unsqueeze(-1)).to(rows.dtype)
         return F.grouped_mm(inner, self.linear_fc2_weight.transpose(1, 2), offs=ends), None
+
+    def _each(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """`forward` for ``exact="bits"``: a row has the same bits in any batch, and where the kernels run, those of an unsorted token."""
+        if self.takes_unsorted(rows):
+            numbers = torch.arange(len(tokens_per_expert), device=rows.device)
+            chosen = (
+                numbers.repeat_interleave(tokens_per_expert.to(rows.device), output_size=len(rows))[:, None] == numbers
+            )
+            weights = self.linear_fc1_weight, self.linear_fc2_weight
+            return experts_of_few(rows, chosen, chosen * probs[:, None], *weights, 1)
+        counts, outputs = tokens_per_expert.tolist(), []
+        parts = zip(
+            self.linear_fc1_weight, self.linear_fc2_weight, rows.split(counts), probs.split(counts), strict=True
+        )
+        for first, second, own, weights in parts:
+            inner = linear(own, first)
+            if self.config.gated_linear_unit:
+                gate, up = inner.chunk(2, dim=-1)
+                inner = silu(gate) * up
+            else:
+                inner = self.config.activation_func(inner)
+            outputs.append(linear((inner * weights[:, None]).to(rows.dtype), second))
+        return torch.cat(outputs)
 
     def local_weights(self) -> list[tuple[str, torch.Tensor]]:
         """Each expert's weights under the names that megatron gives them: "0.linear_fc1.weight", and views.
@@ -211,7 +239,7 @@ class LatentProjection(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """(..., columns) to (..., rows); and no bias."""
-        return F.linear(x, self.weight), None
+        return (linear if scope.is_on() else F.linear)(x, self.weight), None
 
     def get_extra_state(self) -> None:
         """None, by name, as of `GroupedExperts`."""
@@ -394,6 +422,8 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
             every = sums.new_zeros(math.prod(self._shape[:-1]), sums.shape[1])
             self._own(every).copy_(sums)
             sums = every
+        if scope.is_on():
+            return sum_over_ranks(sums, self._layer_group).view(self._shape)
         added: torch.Tensor = moe.reduce_from_tensor_model_parallel_region(sums, group=self._layer_group)
         return added.view(self._shape)
 

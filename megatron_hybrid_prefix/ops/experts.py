@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 
+from megatron_hybrid_prefix.ops.invariant import scope
 from megatron_hybrid_prefix.ops.triton_or_torch import jit, runs_kernel, tl, triton
 
 MOST_TOKENS = 1024
-"""With more, products of many rows are faster."""
+"""With more, products of many rows are faster. Not with ``exact="bits"``, where all tokens go one way."""
 # Of 33 tried on an H200 at 32 to 256 tokens. All gave the same bits.
 _TILE = {"COLUMNS": 128, "DEPTH": 64, "num_warps": 8, "num_stages": 6}
 
@@ -19,7 +20,8 @@ _TILE = {"COLUMNS": 128, "DEPTH": 64, "num_warps": 8, "num_stages": 6}
 def can_run(tokens: torch.Tensor) -> bool:
     """Whether `experts_of_few` takes these tokens, (tokens, hidden)."""
     hopper = not tokens.is_cuda or (tokens.dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] == 9)
-    return 0 < len(tokens) <= MOST_TOKENS and runs_kernel(tokens) and hopper and not torch.is_grad_enabled()
+    few = scope.is_on() or len(tokens) <= MOST_TOKENS
+    return len(tokens) > 0 and few and runs_kernel(tokens) and hopper and not torch.is_grad_enabled()
 
 
 def experts_of_few(
@@ -45,7 +47,8 @@ def experts_of_few(
     block = triton.next_power_of_2(experts)
     _sort_kernel[(experts,)](chosen.view(torch.uint8), counts, pairs, len(x), EXPERTS=experts, BLOCK=block, TOP_K=top_k)
     inner, out = (x.new_empty(len(x) * top_k, columns) for columns in (width, hidden))
-    rows = min(max(triton.next_power_of_2(2 * len(inner) // experts), 16), 64)  # twice the mean of an expert
+    most = 64 if len(x) <= MOST_TOKENS else 128
+    rows = min(max(triton.next_power_of_2(2 * len(inner) // experts), 16), most)  # twice the mean of an expert
     lists = counts, pairs, probs, len(x), experts
     for given, weight, products, each in ((x, up, inner, top_k), (inner, down, out, 1)):
         columns, parts = products.shape[1], weight.shape[1] // products.shape[1]

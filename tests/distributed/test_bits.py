@@ -10,11 +10,26 @@ from tests.harness.workers.launch import run_play
 
 @pytest.mark.slow
 @pytest.mark.multi
-@pytest.mark.parametrize(("preset", "tp", "pp"), [("tiny", 4, 1), ("tiny-gdn", 4, 1), ("tiny", 1, 2)])
-def test_ranks_give_the_bits_of_a_request_alone(tmp_path, preset, tp, pp):
+@pytest.mark.parametrize(
+    ("preset", "tp", "pp", "ep", "etp"),
+    [
+        *(("tiny", 4, 1, 1, 1), ("tiny-gdn", 4, 1, 1, 1), ("tiny", 1, 2, 1, 1)),
+        *(("tiny-nemotron-3", 1, 1, 2, 1), ("tiny-qwen3-next", 1, 1, 2, 1)),  # each rank has experts and requests
+        *(
+            ("tiny-nemotron-3", 2, 1, 1, 2),
+            ("tiny-qwen3-next", 2, 1, 1, 1),
+        ),  # a part of each expert; a share of the tokens
+        ("tiny-moe", 2, 1, 2, 2),
+    ],
+)
+def test_ranks_give_the_bits_of_a_request_alone(tmp_path, preset, tp, pp, ep, etp):
     model = {"name": preset, "layer_pattern": "|".join([named(preset).layer_pattern] * pp)}
-    play = {"sizes": {"tp": tp, "pp": pp}, "model": model, "parts": {"bits": ["bits", 8, [1, 2, 4, 6, 10]]}}
-    for rank in run_play(tmp_path, play, tp * pp):
+    play = {
+        "sizes": {"tp": tp, "pp": pp, "ep": ep, "etp": etp},
+        "model": model,
+        "parts": {"bits": ["bits", 8, [1, 2, 4, 6, 10]]},
+    }
+    for rank in run_play(tmp_path, play, max(tp, ep * etp) * pp):
         assert rank["bits"]["finished"] > 0
         assert rank["bits"]["differing"] == []
-        assert bool(rank["bits"]["differing_by_rows"]) == (tp > 1)
+        assert bool(rank["bits"]["differing_by_rows"]) == (tp * ep > 1)

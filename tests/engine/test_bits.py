@@ -21,7 +21,7 @@ from megatron_hybrid_prefix.mcore.context.exact import end_on_grid
 from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
 from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
 from megatron_hybrid_prefix.mcore.state import fingerprint
-from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from megatron_hybrid_prefix.models import build_hybrid_model, experts, get_preset
 from megatron_hybrid_prefix.ops import mamba_scan
 from megatron_hybrid_prefix.upstream.names import KVCacheManagementMode
 from tests.harness.bits import LARGE, Alone, BitsTraffic, bits, by_rows, differing, exact_harness
@@ -43,6 +43,17 @@ def both_kinds(platform):
         qk_norm=True,
     )
     return build_hybrid_model(config, seed=0, platform=platform)
+
+
+@pytest.fixture(scope="module")
+def biased(platform):
+    """``tiny-nemotron-3``, and its routers' correction biases change what they choose."""
+    model = build_hybrid_model("tiny-nemotron-3", seed=0, platform=platform)
+    generator = torch.Generator().manual_seed(11)
+    for name, bias in model.named_buffers():
+        if name.endswith("expert_bias"):
+            bias.copy_(torch.rand(bias.shape, generator=generator) - 0.5)
+    return model
 
 
 def everything(model) -> EngineHarness:
@@ -69,11 +80,13 @@ def everything(model) -> EngineHarness:
     return harness
 
 
-def test_chunks_hits_turns_batches_and_preempted_requests_have_the_bits_of_a_request_alone(tiny):
-    harness = everything(tiny)
+@pytest.mark.parametrize("name", mostly_slow(["tiny", "tiny_moe", "biased"], "tiny"))
+def test_chunks_hits_turns_batches_and_preempted_requests_have_the_bits_of_a_request_alone(request, name):
+    model = request.getfixturevalue(name)
+    harness = everything(model)
     assert harness.engine.evicted_request_count > 0
     assert [harness.finished[number].num_cached_tokens for number in (1, 2, 3, 4)] == [0, 384, 0, 192]
-    assert differing(harness, Alone(tiny, block_size_tokens=96)) == []
+    assert differing(harness, Alone(model, block_size_tokens=96)) == []
 
 
 # -- a decode is the open chunk ------------------------------------------------------------------------------------------
@@ -94,7 +107,9 @@ def decoded_otherwise(model, lengths=(63, 100, 128), count=140, block=128, **fie
     return differ
 
 
-@pytest.mark.parametrize("case", mostly_slow(["tiny 96", "tiny 128", "tiny_gdn 64", "both_kinds 128"], "tiny 96"))
+@pytest.mark.parametrize(
+    "case", mostly_slow(["tiny 96", "tiny 128", "tiny_gdn 64", "both_kinds 128", "biased 128"], "tiny 96")
+)
 def test_a_decode_has_the_bits_of_one_forward_over_prompt_and_answer(request, case):
     """Prompts that end inside of a chunk, a token before its end, and at it; answers over two ends."""
     name, block = case.split()
@@ -159,9 +174,11 @@ def test_states_and_kv_of_an_answer_are_those_of_a_prefill(request, name):
     assert (stats.verified_hits, stats.verify_mismatches) == (1, 0)
 
 
-def test_a_score_has_the_bits_of_what_was_generated(both_kinds):
+@pytest.mark.parametrize("name", mostly_slow(["both_kinds", "tiny_qwen3_next"], "both_kinds"))
+def test_a_score_has_the_bits_of_what_was_generated(request, name):
     """Whose answers were decoded in a batch. Only blocks whose log-probs are not kept are computed: those of the answer, the first time."""
-    harness, plain = (exact_harness(both_kinds, slots=slots, block_size_tokens=128) for slots in (8, 0))
+    model = request.getfixturevalue(name)
+    harness, plain = (exact_harness(model, slots=slots, block_size_tokens=128) for slots in (8, 0))
     harness.send(tokens(0, 200, seed=1), tokens(0, 37, seed=2), count=100, params={"skip_prompt_log_probs": False})
     computed = [harness.context.prefix_stats().computed_prompt_tokens]
     for request in 2 * [harness.finished[number] for number in (1, 2)]:
@@ -191,6 +208,7 @@ TRAFFIC = [
     *(("tiny", 0), ("tiny", 1), ("tiny", 4), ("tiny", 6)),
     *(("both_kinds", 0), ("both_kinds", 3), ("both_kinds", 4), ("tiny_gdn", 2)),
     *(("tiny_granite_dense", 1), ("tiny_mtp", 1)),  # heads that draft nothing
+    *((name, seed) for name in ("tiny_moe", "tiny_qwen3_next", "biased") for seed in (0, 1, 4)),
 ]
 
 
@@ -358,6 +376,59 @@ def test_a_product_that_depends_on_the_number_of_rows_is_noticed(tiny, monkeypat
     monkeypatch.setattr(product, "forward", lambda x: (by_rows(F.linear(x, product.weight)), None))
     harness.send(tokens(0, 30, seed=1), tokens(0, 41, seed=2), count=3)
     assert differing(harness, alone) == [1, 2]  # 64 rows alone, 128 together
+
+
+def in_the_order_of_arrival(self, hidden_states, combine=experts.ExpertDispatcher.combine_postprocess):
+    """Which of a token's experts is added first depends on how many tokens there are."""
+    top_k = self.config.moe_router_topk
+    first = len(self._order) // top_k // 64
+    self._order = self._order - self._order % top_k + (self._order + first) % top_k
+    return combine(self, hidden_states)
+
+
+def left_to_blas(self, rows, counts, probs):
+    """Products of an expert, whose sums depend on how many rows it gets."""
+    ends = counts.cumsum(0).to(torch.int32)
+    inner = by_rows(F.grouped_mm(rows, self.linear_fc1_weight.transpose(1, 2), offs=ends)).relu().square()
+    return F.grouped_mm(inner * probs[:, None], self.linear_fc2_weight.transpose(1, 2), offs=ends)
+
+
+MIXED_UP = {
+    "arrival": (experts.ExpertDispatcher, "combine_postprocess", in_the_order_of_arrival),
+    "BLAS": (experts.GroupedExperts, "_each", left_to_blas),
+}
+
+
+@pytest.mark.parametrize("mutant", MIXED_UP.values(), ids=MIXED_UP)
+def test_experts_that_depend_on_other_tokens_are_noticed(biased, monkeypatch, mutant):
+    alone, harness = Alone(biased), exact_harness(biased)
+    monkeypatch.setattr(*mutant)
+    harness.send(tokens(0, 30, seed=1), tokens(0, 41, seed=2), count=3)
+    assert differing(harness, alone) == [1, 2]  # 64 rows alone, 128 together
+
+
+OTHER_ROUTERS = {"moe_input_jitter_eps": 0.1, "moe_router_load_balancing_type": "sinkhorn", "moe_router_dtype": "fp64"}
+
+
+def test_other_routers_and_experts_are_refused(tiny_moe, platform, monkeypatch):
+    assert invariant_problem(tiny_moe) is None
+    for field, value in OTHER_ROUTERS.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(tiny_moe.config, field, value)
+            assert invariant_problem(tiny_moe) == f"{field}={value!r} is not covered"
+    one_by_one = build_hybrid_model(get_preset("tiny-moe", moe_ffn_hidden_size=30), platform=platform)
+    assert "layers.2.mlp: SequentialMLP is not covered; of experts, GroupedExperts" in invariant_problem(one_by_one)
+
+
+def test_routes_come_back_with_the_same_bits(platform):
+    """Recorded, and replayed: of those, rows are sorted by expert."""
+    model = build_hybrid_model("tiny-nemotron-3", seed=0, moe_enable_routing_replay=True)
+    harness, plain = (exact_harness(model, slots=slots) for slots in (8, 0))
+    prompt = tokens(2, 9, seed=1)
+    for _ in range(2):
+        found, own = harness.send(prompt), plain.send(prompt)
+        assert bits(found) == bits(own) and np.array_equal(found.routing_indices, own.routing_indices)
+    assert found.num_cached_tokens == 128
 
 
 # -- verify_hits ---------------------------------------------------------------------------------------------------------

@@ -53,7 +53,6 @@ REFUSED = [
     # -- bits
     ("tiny", BITS | {"exact": "roughly"}, {}, "exact='roughly': must be 'bits', or None"),
     ("tiny", BITS | {"state_dtype": "bfloat16"}, {}, "exact='bits' needs state_dtype='float32', not 'bfloat16'"),
-    ("tiny_mixed", BITS, {}, "experts are not covered"),
     ("tiny", BITS, {"enable_chunked_prefill": True, "max_tokens": 128}, "needs max_tokens of 260 or more, not 128"),
 ]
 

@@ -20,6 +20,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine, installed
 from megatron_hybrid_prefix.layers.base import LayerKind
@@ -174,7 +175,8 @@ def test_a_prefill_that_calls_super_now_and_then_is_an_error_in_that_step(platfo
 
 
 EXACT = [
-    *((base, "forward") for base in (MLP, torch.nn.RMSNorm, RowParallelLinear)),
+    *((base, "forward") for base in (MLP, torch.nn.RMSNorm, RowParallelLinear, SharedExpertMLP)),
+    *((TopKRouter, name) for name in ("gating", "routing")),
     *((base, "_forward_impl") for base in (ColumnParallelLinear, RowParallelLinear)),
     *((SelfAttention, name) for name in ("flash_decode_and_prefill", "_apply_output_gate")),
 ]
@@ -183,9 +185,10 @@ EXACT = [
 @pytest.mark.parametrize(("base", "name"), EXACT)
 def test_layers_of_exact_engines(platform, base, name):
     prefix = HybridPrefixConfig(mamba_gb=0.01, exact="bits")
+    preset = "tiny-nemotron-3" if "moe" in base.__module__ else "tiny"
     with pytest.raises(ValueError, match=rf"^exact='bits': [\w.]+: Mine\.{name} would never be called$"):
-        build_engine(model_with("tiny", base, name, "None"), prefix, **FIELDS)
-    build_engine(model_with("tiny", base, "extra_repr", "None"), prefix, **FIELDS)
+        build_engine(model_with(preset, base, name, "None"), prefix, **FIELDS)
+    build_engine(model_with(preset, base, "extra_repr", "None"), prefix, **FIELDS)
 
 
 def ENGINE(model: Any, context: type = DynamicInferenceContext, **classes: type) -> Any:

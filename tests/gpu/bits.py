@@ -104,9 +104,9 @@ def dependent_on_rows(shape):
 
     linear = invariant.linear
 
-    def planted(x, weight):
+    def planted(x, weight, *dtype):
         if weight.shape != shape:
-            return linear(x, weight)
+            return linear(x, weight, *dtype)
         at = shape[1] // (2 + x.numel() // shape[1] % 4)
         return F.linear(x[..., :at], weight[:, :at]) + F.linear(x[..., at:], weight[:, at:])
 
@@ -128,8 +128,9 @@ def where_different(finished, found, truth):
 
 
 def control_shape(config, tp):
-    """Of the weights whose product depends on rows in the control: the second product of an MLP."""
-    return torch.Size((config.hidden_size, config.ffn_hidden_size // tp))
+    """Of the weights whose product depends on rows in the control: the second product of an MLP, or of a shared expert."""
+    width = config.ffn_hidden_size if "-" in config.layer_pattern else config.moe_shared_expert_intermediate_size
+    return torch.Size((config.hidden_size, width // tp))
 
 
 def main(options):

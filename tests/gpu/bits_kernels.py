@@ -1,7 +1,7 @@
 """Which kernels of a step give a row the same bits alone and beside others. Usage: ``bits_kernels.py``, on a GPU.
 
 (On a machine without one it tries the layers only, with the kernels of the CPU, whose bits may differ.) Products, norms
-and log-probs of 1 to 4,096 rows; a Mamba2 and a Gated DeltaNet layer that prefill sequences packed, alone, in spans
+log-probs, routes and experts of 1 to 4,096 rows; a Mamba2 and a Gated DeltaNet layer that prefill sequences packed, alone, in spans
 that end on the grid, and padded, and decode in batches; attention that prefills, prefills in spans and decodes. A line
 for each, and the exit code is 1 if bits differ. The last line is the control, cuBLAS, which must differ.
 """
@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.ops.delta_gates import gates
+from megatron_hybrid_prefix.ops.experts import experts_of_few
 from megatron_hybrid_prefix.ops.gated_norm import gated_rms_norm
 from megatron_hybrid_prefix.ops.invariant.linear_triton import linear
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
 from megatron_hybrid_prefix.ops.invariant.norm import rms_norm
+from megatron_hybrid_prefix.ops.invariant.route import largest, route
 from megatron_hybrid_prefix.ops.rings import RingRows
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
@@ -74,8 +76,9 @@ def row_cases():
     norm_weight, a_log, dt_bias = rand(128, seed=2), rand(64, seed=3, dtype=torch.float32), rand(64, seed=4)
     cases = {
         f"product {columns} x {depth}": product(columns, depth)
-        for columns, depth in ((768, 4096), (4096, 1024), (200, 21504), (18560, 256))
+        for columns, depth in ((768, 4096), (4096, 1024), (200, 21504), (18560, 256), (1, 1024))
     }
+    cases |= expert_cases()
     cases |= {
         f"norm of {size}": lambda size=size: rows_differ(
             lambda x: rms_norm(x, rand(size, seed=5), 1e-5), rand(most, size)
@@ -91,6 +94,48 @@ def row_cases():
         lambda alpha, beta: gates(alpha, beta, a_log, dt_bias), rand(most, 64), rand(most, 64, seed=7)
     )
     return cases, product(768, 4096, F.linear)
+
+
+def expert_cases():
+    """The same for routers and experts."""
+
+    def routes(experts, top_k, groups=None, of_groups=None, **fields):
+        """Logits of few digits: many scores are equal."""
+        logits = rand(max(COUNTS), experts, seed=3).float().round(decimals=1)
+        sizes = top_k, groups, of_groups
+        return rows_differ(lambda x: route(x, lambda scores: largest(scores, *sizes)[1], **fields), logits)
+
+    def made(experts, width, hidden, parts, top_k):
+        shapes = (max(COUNTS), hidden), (experts, parts * width, hidden), (experts, hidden, width)
+        x, up, down = (rand(*shape, seed=seed) for seed, shape in enumerate(shapes))
+        probs = torch.rand(len(x), experts, generator=torch.Generator(DEVICE).manual_seed(4), device=DEVICE)
+        chosen = torch.zeros_like(probs, dtype=torch.bool).scatter(1, probs.topk(top_k).indices, True)
+        return x, chosen, (probs * chosen).to(DTYPE), up, down, top_k
+
+    def alone(*sizes):
+        x, chosen, probs, *weights = made(*sizes)
+        return rows_differ(lambda *some: experts_of_few(*some, *weights), x, chosen, probs)
+
+    def sorted_by_expert(*sizes):
+        """As rows of other ranks are: tokens of one expert each."""
+        x, chosen, probs, up, down, top_k = given = made(*sizes)
+        numbers = chosen.nonzero()[:, 1]
+        order = numbers.argsort(stable=True)
+        one = numbers[order, None] == torch.arange(sizes[0], device=DEVICE)
+        rows = experts_of_few(x[order // top_k], one, one * probs[order // top_k], up, down, 1)
+        together = torch.empty_like(rows).index_copy_(0, order, rows).view(len(x), top_k, -1).sum(1)
+        return int(not torch.equal(together, experts_of_few(*given)))
+
+    real = {"squared ReLU": (32, 1856, 2688, 1, 6), "SwiGLU": (64, 512, 2048, 2, 10)}
+    weight = rand(128, 2688, seed=1)
+    scores = {"sigmoid": {"score_function": "sigmoid", "scaling_factor": 2.5}, "softmax": {"score_function": "softmax"}}
+    scores["sigmoid, in groups"] = scores["sigmoid"] | {"groups": 8, "of_groups": 2}
+    return {
+        "product in float32": lambda: rows_differ(lambda x: linear(x, weight, dtype=torch.float32), rand(4096, 2688)),
+        **{f"routes by {name}": lambda own=own: routes(512, 10, **own) for name, own in scores.items()},
+        **{f"experts, {name}": lambda own=own: alone(*own) for name, own in real.items()},
+        **{f"experts, {name}, sorted": lambda own=own: sorted_by_expert(*own) for name, own in real.items()},
+    }
 
 
 def steps_of(spans, *, padded_tokens=0, padded_sequences=0):

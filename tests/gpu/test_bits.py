@@ -22,8 +22,11 @@ def test_rows_of_each_kernel_do_not_depend_on_each_other():
     print(run_script("bits_kernels.py"))  # its exit code says so
 
 
-@pytest.mark.gpu(gib=8, seconds=120)
-@pytest.mark.parametrize("preset", ["small", "small-gdn", "small-mixed", "small-granite-dense", "tiny"])
+EXPERTS = ["small-qwen3-next", "small-nemotron-3", "tiny-qwen3-next"]  # the last in float32: expert by expert
+
+
+@pytest.mark.gpu(gib=12, seconds=120)
+@pytest.mark.parametrize("preset", ["small", "small-gdn", "small-mixed", "small-granite-dense", "tiny", *EXPERTS])
 def test_a_request_has_the_same_bits_alone_and_in_random_schedules(preset, tmp_path):
     print(run_script("bits.py", preset, "--out", tmp_path))
     check(json.loads((tmp_path / f"bits_{preset}_tp1.json").read_text()))
@@ -52,7 +55,7 @@ def test_likewise_whichever_configuration_of_a_kernel_is_the_fastest(tmp_path):
 
 
 @pytest.mark.gpu(gib=8, gpus=2, seconds=150)
-@pytest.mark.parametrize("preset", ["small", "small-gdn"])
+@pytest.mark.parametrize("preset", ["small", "small-gdn", "small-qwen3-next"])
 def test_likewise_on_two_gpus(preset, tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")

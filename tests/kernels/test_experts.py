@@ -98,7 +98,7 @@ def test_what_is_left_to_products_of_many_rows(device):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles for a GPU")
-@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("rows", [16, 64, 128])
 @pytest.mark.parametrize(("up", "parts"), [(True, 1), (True, 2), (False, 1)])
 def test_the_products_compile_to_tensor_cores(rows, up, parts, tmp_path):
     kinds = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16", "probs_ptr": "*fp32"}

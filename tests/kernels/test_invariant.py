@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
 from megatron_hybrid_prefix.layers.invariant import InvariantMLP
 from megatron_hybrid_prefix.ops.delta_gates import gates
@@ -18,6 +19,7 @@ from megatron_hybrid_prefix.ops.invariant.attention import TILE_KEYS, TILE_QUERI
 from megatron_hybrid_prefix.ops.invariant.linear import TILE_ROWS, linear
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
 from megatron_hybrid_prefix.ops.invariant.norm import rms_norm
+from megatron_hybrid_prefix.ops.invariant.route import largest, route
 from tests.harness.bits import LARGE, by_rows
 from tests.harness.selection import mostly_slow
 from tests.kernels import naive, rounding
@@ -69,7 +71,44 @@ def test_a_product_that_depends_on_other_rows_is_noticed():
     assert depends_on_other_rows(lambda x: by_rows(linear(x, weight)), draw(ROWS, 64))
 
 
+SIGMOID = {"score_function": "sigmoid", "scaling_factor": 2.5}
+ROUTERS = {  # arguments of megatron's function; groups and those of a token
+    "softmax": ({"score_function": "softmax"}, ()),
+    "softmax first": ({"score_function": "softmax", "use_pre_softmax": True}, ()),
+    "sigmoid": (SIGMOID, ()),
+    "sigmoid, groups": (SIGMOID, (4, 2)),
+    "softmax, groups": ({"score_function": "softmax"}, (4, 1)),
+}
+
+
+def routed(logits, name, function=None):
+    """Weights and map of four experts, by ours or by megatron's function."""
+    fields, groups = ROUTERS[name]
+    fields = fields | {"expert_bias": draw(logits.shape[1], seed=3) if fields is SIGMOID else None}
+    if function is not None:
+        return function(logits, 4, **fields, **dict(zip(("num_groups", "group_topk"), groups, strict=False)))
+    return route(logits, lambda scores: largest(scores, 4, *groups)[1], **fields)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routes_are_megatrons(name):
+    logits = draw(ROWS, 60)
+    (weights, ours), (right, chosen) = routed(logits, name), routed(logits, name, topk_routing_with_score_function)
+    assert torch.equal(ours, chosen)
+    torch.testing.assert_close(weights, right, rtol=1e-5, atol=0)
+
+
+def test_equal_scores_are_chosen_by_number():
+    """Of experts and of groups; scores of few digits, as in bfloat16, are often equal."""
+    scores = draw(ROWS, 60).round()
+    for row, found in zip(scores.tolist(), largest(scores, 7)[1].tolist(), strict=True):
+        assert found == sorted(range(60), key=lambda number: (-row[number], number))[:7]
+    assert largest(torch.zeros(2, 60), 4, 5, 2)[1].tolist() == [[0, 1, 2, 3]] * 2
+
+
 ROW_BY_ROW = {
+    **{f"routes by {name}": lambda x, name=name: routed(x, name)[0] for name in ROUTERS},
+    "a token's experts": lambda x: x.view(len(x), 4, -1).sum(1),
     "rms norm": lambda x: rms_norm(x, draw(x.shape[1], seed=3), 1e-5),
     "gated norm": lambda x: gated_rms_norm(x, draw(x.shape[1], seed=3), x.flip(1), 1e-6, x.shape[1] // 4, True),
     "log softmax": log_softmax, "silu": silu, "sigmoid": sigmoid, "softplus": softplus, "exp": torch.exp,

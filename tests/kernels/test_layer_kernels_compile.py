@@ -207,30 +207,31 @@ def test_attention(dtype, queries, dim, tmp_path):
 
 
 def tiles():
-    """Every tile that an invariant product may get, with its type."""
-    few = {(tile_for(1, columns, torch.bfloat16, H200), torch.bfloat16) for columns in (4096, 32768)}
-    most = {(tile, torch.bfloat16) for tile, _ in linear_triton._TILES}
-    return sorted(few | most | {(tile_for(1, 1, torch.float32, H200), torch.float32)}, key=str)
+    """Every tile that an invariant product may get, with the types of its inputs and outputs."""
+    few = {tile_for(1, columns, torch.bfloat16, H200) for columns in (4096, 32768)}
+    most = {
+        (tile, "bf16", out) for tile in few | {tile for tile, _ in linear_triton._TILES} for out in ("bf16", "fp32")
+    }
+    return sorted(most | {(tile_for(1, 1, torch.float32, H200), "fp32", "fp32")}, key=str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tile", "dtype"), tiles(), ids=str)
-def test_invariant_product(tile, dtype, tmp_path):
-    name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+@pytest.mark.parametrize(("tile", "dtype", "out"), tiles(), ids=str)
+def test_invariant_product(tile, dtype, out, tmp_path):
     constants = {
         **{"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "GROUP": tile.group},
         **{"PARTS": tile.parts, "PERSISTENT": tile.persistent},
     }
     blocks = {
-        "x": (tile.rows, tile.depth),
-        "weight": (tile.columns, tile.depth),
-        "out": (tile.rows, tile.columns // tile.parts),
+        "x": (dtype, tile.rows, tile.depth),
+        "weight": (dtype, tile.columns, tile.depth),
+        "out": (out, tile.rows, tile.columns // tile.parts),
     }
-    types = {name_: f"tensordesc<{name}[{rows},{columns}]>" for name_, (rows, columns) in blocks.items()}
+    types = {name: f"tensordesc<{of}[{rows},{columns}]>" for name, (of, rows, columns) in blocks.items()}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     sass = compiled(linear_triton._linear_kernel, lambda arg: types.get(arg, "i32"), constants, tmp_path, **options)
     assert not spills(sass)
-    if dtype == torch.bfloat16:
+    if dtype == "bf16":
         assert ("HGMMA" if tile.rows >= 64 else "HMMA") in sass
 
 

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from megatron_hybrid_prefix.layers.invariant import use_invariant_layers
 from megatron_hybrid_prefix.models import build as models_build
 from megatron_hybrid_prefix.models import build_hybrid_model, experts, get_preset, load_checkpoint, save_checkpoint
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
+from megatron_hybrid_prefix.ops.invariant import scope
 from tests.distributed.test_expert_parallel import SHARED
 from tests.harness.engine_helpers import unequal
 from tests.harness.lifecycle_helpers import EngineHarness, tokens
@@ -310,6 +312,30 @@ def test_replayed_routes_that_name_an_expert_twice_are_sorted(platform, monkeypa
         with torch.inference_mode():
             outputs.append(layer(torch.ones(9, 1, layer.config.hidden_size))[0])
     assert outputs[0].isnan().all() and outputs[1].isfinite().all()
+
+
+def test_exact_rows_that_are_sorted_go_to_the_kernels_as_tokens_of_one_expert(platform, monkeypatch):
+    """Replayed routes do; and where no kernel runs, experts say the same one by one."""
+    layer = layer_of(build_hybrid_model("tiny-moe", seed=0, platform=platform, moe_enable_routing_replay=True))
+    use_invariant_layers(layer)
+    given, replay, outputs = [], layer.router.router_replay, []
+
+    def of_few(x, chosen, probs, up, down, top_k):
+        given.append((len(x), top_k))
+        assert (chosen.sum(1) == top_k).all()
+        inner = F.relu(torch.einsum("th,ewh->tew", x, up)) ** 2 * (probs * chosen)[..., None]
+        return torch.einsum("tew,ehw->th", inner, down)
+
+    monkeypatch.setattr(experts, "experts_of_few", of_few)
+    hidden = torch.randn(9, 1, layer.config.hidden_size, generator=torch.Generator().manual_seed(5))
+    for action, kernel in ((RouterReplayAction.RECORD, 1), (RouterReplayAction.REPLAY_FORWARD, 1), (None, 0)):
+        replay.set_router_replay_action(action)
+        replay.set_target_indices(replay.get_recorded_indices())
+        monkeypatch.setattr(experts, "can_run", lambda tokens, kernel=kernel: bool(kernel))
+        with torch.inference_mode(), scope.invariant():
+            outputs.append(layer(hidden)[0])
+    assert given == [(9, 2), (18, 1)]
+    torch.testing.assert_close(outputs[1:], outputs[:1] * 2)
 
 
 def test_a_latent_size_that_grouped_products_do_not_take_works_one_by_one(platform):

@@ -9,7 +9,7 @@ TILE_ROWS = 16
 _tile_rows: dict[tuple[torch.dtype, int, int, int], int] = {}  # by dtype, outputs, inputs, threads
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """``x @ weight.T``, each row with the same bits in any batch.
 
     BLAS chooses a kernel, and with it the order of a sum, by the number of rows. On a CPU every product therefore has
@@ -19,14 +19,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Args:
         x: (..., inputs), floating; rows may be strided.
         weight: (outputs, inputs), x's dtype, contiguous.
+        dtype: Of the outputs; None: x's.
 
     Returns:
-        (..., outputs) in x's dtype.
+        (..., outputs).
     """
     if x.is_cuda:
         from megatron_hybrid_prefix.ops.invariant.linear_triton import linear as on_gpu
 
-        return on_gpu(x, weight)
+        return on_gpu(x, weight, dtype=dtype)
+    x, weight = x.to(dtype or x.dtype), weight.to(dtype or x.dtype)
     rows = x.reshape(-1, x.shape[-1])
     size = (weight.dtype, *weight.shape, torch.get_num_threads())
     if size not in _tile_rows:

@@ -70,23 +70,26 @@ def tile_for(rows: int, columns: int, dtype: torch.dtype, multiprocessors: int) 
     return min(_TILES, key=cost)[0]
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, tile: Tile | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, tile: Tile | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """See `linear.linear`.
 
     Args:
         x: (..., in features), bfloat16, float16 or float32.
         weight: (out features, in features), the same dtype.
         tile: None: `tile_for` chooses it. Tests and benchmarks give one.
+        dtype: Of the output; None: the same.
 
     Returns:
-        (..., out features) in the same dtype, contiguous.
+        (..., out features), contiguous.
     """
     columns, depth = weight.shape
     rows = x.reshape(-1, depth)
     out_shape = (*x.shape[:-1], columns)
     rows, weight = _described(rows), _described(weight)
     row_quantum = _ALIGNMENT_BYTES // x.element_size()
-    out = x.new_empty(len(rows), -(-columns // row_quantum) * row_quantum)
+    out = x.new_empty(len(rows), -(-columns // row_quantum) * row_quantum, dtype=dtype)
     if not out.numel():
         return out.view(out_shape)
     if tile is None:

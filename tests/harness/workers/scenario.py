@@ -433,24 +433,42 @@ def script(model: Any, changes: dict[str, Any] | None = None) -> dict[str, Any]:
 def bits(model: Any, requests: int, counts: list[int]) -> dict[str, Any]:
     """Requests whose bits differ from those alone; and where sums over ranks depend on the size of a message.
 
-    Every rank runs the same random requests: batches, and with them the messages between ranks, differ in size from those
-    of a request alone.
+    Every rank of a model runs the same random requests: batches, and with them the messages between ranks, differ in size from those
+    of a request alone. Expert-parallel ranks have others each. For a control, sums over ranks or of a token's experts depend on rows.
     """
+    from megatron.core import parallel_state
+
     from megatron_hybrid_prefix.layers import invariant
+    from megatron_hybrid_prefix.models import experts
     from tests.harness.bits import BitsTraffic, by_rows
 
     in_order, found, alone = invariant.sum_over_ranks, {}, None
+    ep, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    module = invariant if ep == 1 else experts
 
     def sum_by_rows(x: torch.Tensor, group: Any) -> torch.Tensor:
-        return in_order(x, group) if dist.get_world_size(group) == 1 else by_rows(in_order(x, group))
+        return in_order(x, group) if dist.get_world_size(group) == ep == 1 else by_rows(in_order(x, group))
+
+    def to_the_end(harness: EngineHarness, function: Callable[..., Any], *given: Any) -> Any:
+        """Of a function that steps; other ranks take part in each forward."""
+        if ep == 1:
+            return function(*given)
+        engine, step = harness.engine, harness.engine.step_modern
+        engine.step_modern = lambda: (engine.has_unfinished_requests() and together(True), step())[1]
+        returned = function(*given)
+        while together(False):
+            engine.controller.dummy_forward()
+        engine.step_modern = step
+        return returned
 
     for name, sums in (("differing", in_order), ("differing_by_rows", sum_by_rows)):
-        traffic = BitsTraffic(model, 0, requests, blocks=None, host_gb=0.0, check_ranks=alone is None, counts=counts)
+        own = {"blocks": None, "host_gb": 0.0, "check_ranks": alone is None, "counts": counts}
+        traffic = BitsTraffic(model, rank, requests, **own | ({"async_sched_mode": "async"} if ep > 1 else {}))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(invariant, "sum_over_ranks", sums)
-            traffic.run()
+            patch.setattr(module, "sum_over_ranks", sums)
+            to_the_end(traffic.harness, traffic.run)
         alone = alone or traffic.alone()
-        found[name] = traffic.differing(alone)
+        found[name] = to_the_end(alone._harness, traffic.differing, alone)
     return found | {"finished": len(traffic.harness.finished)}
 
 
