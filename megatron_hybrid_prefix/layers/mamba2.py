@@ -14,7 +14,6 @@ import torch
 from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name, register_layer_kind
 from megatron_hybrid_prefix.layers.components import mamba2_components, mamba2_ring
 from megatron_hybrid_prefix.layers.step import PrefillStep
-from megatron_hybrid_prefix.layers.whole import whole_sequences
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, flush_states, flush_windows, update_states
 from megatron_hybrid_prefix.ops.mamba_scan import continue_scan, scan_by_slots
@@ -26,16 +25,6 @@ from megatron_hybrid_prefix.upstream.mixer import MambaMixer, StepSeam, refresh_
 
 class HybridPrefixMambaMixer(StepSeam):
     """Megatron's ``MambaMixer`` with inference by slots, put before a mixer's class or named in a ``ModuleSpec``."""
-
-    def forward(self, hidden_states: torch.Tensor, inference_context: Any = None, **kwargs: Any) -> Any:
-        """A trainer's forward with a step's bits is a prefill."""
-        whole = whole_sequences(inference_context)
-        if whole is None:
-            return super().forward(hidden_states, inference_context, **kwargs)
-        return whole.run(self, hidden_states, self._prefill)
-
-    def _prefill(self, hidden_states: torch.Tensor, states: Mapping[str, torch.Tensor], step: PrefillStep) -> Any:
-        return self.out_proj(self.prefill(self.in_proj(hidden_states)[0], step, states["conv"], states["ssm"]))
 
     def decode(
         self,

@@ -21,7 +21,7 @@ from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
 from megatron_hybrid_prefix.pool.layout import StateComponent
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
-from megatron_hybrid_prefix.upstream.invariant import DotProductAttention, InferenceMode, gather_vocabulary
+from megatron_hybrid_prefix.upstream.invariant import InferenceMode, gather_vocabulary
 
 _ARGUMENTS = "input_ids", "position_ids", "attention_mask", "decoder_input", "labels"  # of a model's forward, by place
 _WHOLE: ContextVar[WholeSequences | None] = ContextVar("whole sequences", default=None)
@@ -103,7 +103,7 @@ class WholeSequences:
             raise ValueError("invariant_forward: dropout: an engine has none; use 0, or model.eval()")
 
     def run(
-        self, layer: torch.nn.Module, hidden_states: torch.Tensor, compute: Compute
+        self, layer: object, hidden_states: torch.Tensor, compute: Compute
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A recurrent layer's output and bias.
 
@@ -122,7 +122,10 @@ class WholeSequences:
 
     def _step(self, sequences: int, tokens: int) -> PrefillStep:
         if (sequences, tokens) not in self._steps:
-            total, span = sequences * tokens, PrefillSpan(start_tokens=0, tokens=tokens, source_slot=0, live_slot=NO_SLOT)
+            total, span = (
+                sequences * tokens,
+                PrefillSpan(start_tokens=0, tokens=tokens, source_slot=0, live_slot=NO_SLOT),
+            )
             step = self._steps[sequences, tokens] = PrefillStep(
                 quanta=self._quanta,
                 block_tokens=self._block_tokens,
@@ -155,9 +158,8 @@ class WholeSequences:
             memory[:, :tokens] = x.transpose(0, 1)
             return memory.view(-1, self._block_tokens, *x.shape[2:])
 
-        of_rows = {"dtype": torch.int32, "device": q.device}
-        table = torch.arange(sequences * blocks, **of_rows).view(sequences, blocks)
-        starts = torch.arange(sequences + 1, **of_rows) * tokens
+        table = torch.arange(sequences * blocks, dtype=torch.int32, device=q.device).view(sequences, blocks)
+        starts = tokens * torch.arange(sequences + 1, dtype=torch.int32, device=q.device)
         packed = q.transpose(0, 1).flatten(0, 1).unsqueeze(1)
         sizes = tokens, tokens, starts, starts, starts.diff(), table
         training, attention.training = attention.training, False  # megatron's function wants it so
@@ -184,47 +186,11 @@ class WholeSequences:
             rows = log_softmax(logits) if scope.is_on() else logits.float().log_softmax(dim=-1)
             return rows.gather(2, tokens[:, 1:, None]).squeeze(2)
 
-        found: torch.Tensor = _Recomputed.apply(chosen, logits[:, :-1])  # type: ignore[no-untyped-call]
+        found: torch.Tensor = Recomputed.apply(chosen, logits[:, :-1])  # type: ignore[no-untyped-call]
         return found
 
 
-class WholeAttention(DotProductAttention):
-    """Megatron's core attention; ``_owner`` is its `SelfAttention`."""
-
-    _owner: Any
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """By an engine's function where the forward is a trainer's."""
-        whole = whole_sequences(None)
-        if whole is None:
-            return super().forward(query, key, value, *args, **kwargs)
-        return whole.attend(self._owner, query, key, value)
-
-
-class WholeLayer:
-    """Mixin before the class of a decoder's layer, of its last norm, and of the output layer: one function for autograd."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Without gradients as ever."""
-        forward: Callable[..., Any] = super().forward  # type: ignore[misc]
-        if not torch.is_grad_enabled() or whole_sequences(kwargs.get("inference_context")) is None:
-            return forward(*args, **kwargs)
-        names, values = tuple(kwargs), (*args, *kwargs.values())
-        places = [n for n, x in enumerate(values) if isinstance(x, torch.Tensor) and x.requires_grad]
-        others = [None if n in places else x for n, x in enumerate(values)]
-
-        def run(*inputs: torch.Tensor) -> Any:
-            both = others.copy()
-            for place, given in zip(places, inputs, strict=False):  # the parameters come after these
-                both[place] = given
-            return forward(*both[: len(args)], **dict(zip(names, both[len(args) :], strict=True)))
-
-        layer: Any = self
-        weights = [each for each in layer.parameters() if each.requires_grad]
-        return _Recomputed.apply(run, *(values[n] for n in places), *weights)  # type: ignore[no-untyped-call]
-
-
-class _Recomputed(torch.autograd.Function):
+class Recomputed(torch.autograd.Function):
     """``run(*inputs)`` with invariant operations; its gradient is that of ``run`` without them."""
 
     @staticmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.inference.utils import InferenceMode  # noqa: F401
+from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region

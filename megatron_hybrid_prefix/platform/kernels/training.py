@@ -1,10 +1,12 @@
-"""Forwards of a Mamba2 mixer that keep no state, in plain PyTorch: differentiable, on any device.
+"""Forwards of recurrent layers that keep no state, in plain PyTorch: differentiable, on any device.
 
 They replace functions of `mamba_ssm.ops.triton.ssd_combined`. Megatron's mixer calls `mamba_split_conv1d_scan_combined` in training
 mode; it is replaced where mamba-ssm, causal-conv1d or their compiled extensions are not installed. Layers that predict drafts call
 `mamba_chunk_scan_combined`; it is replaced where mamba-ssm is not installed.
 
-The recurrence is computed in chunks (SSD, https://arxiv.org/abs/2405.21060, section 6): within a chunk as a masked product of matrices,
+`l2norm` and `causal_conv1d` are called by Gated DeltaNet layers; they replace those of flash-linear-attention where it is not installed.
+
+Mamba2's recurrence is computed in chunks (SSD, https://arxiv.org/abs/2405.21060, section 6): within a chunk as a masked product of matrices,
 between chunks by one product with the decays from chunk to chunk. `torch.autograd` makes the backward. The memory of a layer grows with
 tokens x heads x chunk size. `torch.compile` fuses most of the rest.
 """
@@ -187,3 +189,43 @@ def mamba_chunk_scan_combined(
     steps = F.softplus(dt.to(dtype) + dt_bias.to(dtype))
     y = chunked_scan(x, steps, A.to(dtype), B, C, chunk_size) + x * D.to(dtype).view(heads, -1)
     return (y if z is None else y * F.silu(z.to(dtype))).to(x.dtype)
+
+
+def l2norm(x: torch.Tensor) -> torch.Tensor:
+    """Unit vectors along the last dimension, as those of ``fla.modules.l2norm``."""
+    return (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    initial_state: None,
+    output_final_state: bool,
+    cu_seqlens: torch.Tensor | None,
+) -> tuple[torch.Tensor, None]:
+    """Depthwise causal convolution and SiLU, as ``fla.modules.convolution`` has them.
+
+    Args:
+        x: (batch, tokens, channels).
+        weight: (channels, taps); the last column meets the current token.
+        bias: (channels,), or None.
+        activation: Must be "silu" or "swish".
+        initial_state: Must be None.
+        output_final_state: Must be False.
+        cu_seqlens: Must be None: packed sequences are not supported.
+
+    Returns:
+        Shape and dtype of x, and no state.
+
+    Raises:
+        ValueError: An argument is not supported.
+    """
+    if cu_seqlens is not None or initial_state is not None or output_final_state or activation not in ("silu", "swish"):
+        raise ValueError(
+            "without flash-linear-attention, Gated DeltaNet layers do not train on packed sequences: give sequences of one length"
+        )
+    tokens, (channels, taps) = x.shape[1], weight.shape
+    y = F.conv1d(x.transpose(1, 2), weight.unsqueeze(1), bias, padding=taps - 1, groups=channels)
+    return F.silu(y[..., :tokens]).transpose(1, 2), None
