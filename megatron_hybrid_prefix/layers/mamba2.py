@@ -7,7 +7,6 @@ megatron's methods.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -38,15 +37,18 @@ class HybridPrefixMambaMixer(StepSeam):
         convolved = convolve_tokens(xBC, states["conv"], weight, bias, recent=ring["conv_recent"], rows=rows)
         if isinstance(rows, OpenRows):
             (xBC,), (dt,), (gate,) = (each.unbind(1) for each in (convolved, dt, z))
+            D = self.cp.get_D()
             y = continue_scan(
                 xBC,
                 states["ssm"],
                 rows.chunks[self.chunk_size],
                 dt=dt,
                 z=None if self.rmsnorm else gate.unflatten(1, (-1, self.headdim)),
+                A=self.decode_rates(),
+                D=D.float().view(-1, self.headdim) if self.D_has_hdim else D,
+                dt_bias=self.cp.get_dt_bias(),
                 inputs=ring["ssm_inputs"],
                 ring=ring["ssm_dt"],
-                **self._of_scan(),
             )
             y = y.flatten(1).unsqueeze(1)
         else:
@@ -63,15 +65,6 @@ class HybridPrefixMambaMixer(StepSeam):
                 z=None if self.rmsnorm else z,
             )
         return self.norm(y, z) if self.rmsnorm else y
-
-    def _of_scan(self) -> dict[str, Any]:
-        """What a scan needs of the layer."""
-        D = self.cp.get_D()
-        return {
-            "A": -torch.exp(self.cp.get_A_log().float()),
-            "D": D.float().view(-1, self.headdim) if self.D_has_hdim else D,
-            "dt_bias": self.cp.get_dt_bias(),
-        }
 
     def _parts(self, zxBCdt: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(..., in_proj's width) to the gate, the convolution's inputs, and dt: all (..., width of the part)."""
@@ -96,19 +89,21 @@ class HybridPrefixMambaMixer(StepSeam):
         )
         write_conv_windows(xBC, conv_state, chunk_bounds=chunks.bounds, **slots)
         x, B, C = torch.split(convolved, [self.d_inner_local_tp, groups, groups], dim=-1)
-        by_head = (-1, self.headdim)
+        D, by_head = self.cp.get_D(), (-1, self.headdim)
         y = scan_by_slots(
             ssm_state,
             chunks.bounds,
             **of_states,
             x=x.unflatten(1, by_head),
             dt=dt,
+            A=-torch.exp(self.cp.get_A_log().float()),
             B=B.unflatten(1, (-1, self.d_state)),
             C=C.unflatten(1, (-1, self.d_state)),
+            D=D.float().view(by_head) if self.D_has_hdim else D,
             z=None if self.rmsnorm else z.unflatten(1, by_head),
+            dt_bias=self.cp.get_dt_bias(),
             chunk_tokens=self.chunk_size,
             wrong=step.wrong,
-            **self._of_scan(),
         )
         if step.is_open:
             ring = self.ring_of_step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, override
@@ -18,6 +19,8 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron_hybrid_prefix.upstream.capabilities import form_of, only_in
 from megatron_hybrid_prefix.upstream.coordinator import LAUNCHED, MARK, PARTIAL, refused, streamed
 from megatron_hybrid_prefix.upstream.rebinding import Applied, apply
+
+logger = logging.getLogger(__name__)
 
 
 class EngineSeam(DynamicInferenceEngine):
@@ -62,7 +65,10 @@ class EngineSeam(DynamicInferenceEngine):
         except Exception as error:
             if not self._takes_messages:
                 raise
-            self.receive_failed(request_id, error)  # megatron's loop would end, and the replica with it
+            # Megatron's loop would end, and the replica with it. The client gets a failed request.
+            logger.error("request %d was refused", request_id, exc_info=error)
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            self.reply_refused(request_id, kind + str(error).removeprefix(f"request {request_id}: "))
             return None
 
     async def start_listening_to_data_parallel_coordinator(self, *args: Any, **kwargs: Any) -> str:
@@ -244,10 +250,6 @@ class EngineSeam(DynamicInferenceEngine):
 
     def message_received(self, what: str, number: int, prompt: Any, params: Any) -> None:
         """The coordinator told this replica something, see `CoordinatorSeam.tell`."""
-
-    def receive_failed(self, request_id: int, error: Exception) -> None:
-        """A request of the coordinator could not be received."""
-        raise error
 
     def drop_futures(self, why: str) -> list[int]:
         """The engine's loop ended: the futures of the requests that it leaves get an error. Returns their ids."""

@@ -30,7 +30,8 @@ def started(
     for name, _, default in (word.partition("=") for word in words):
         parser.add_argument(name, **({"nargs": "?", "default": default} if default else {}))
     for name, value in {"device": (None, "cpu", "cuda"), **options}.items():
-        of = {"action": "store_true"} if value is False else {"default": value, "type": str if value is None else type(value)}
+        kind = str if value is None else type(value)
+        of = {"action": "store_true"} if value is False else {"default": value, "type": kind}
         if isinstance(value, tuple):
             of = {"default": value[0], "choices": value}
         parser.add_argument("--" + name.replace("_", "-"), **of)

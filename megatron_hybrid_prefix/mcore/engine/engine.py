@@ -261,12 +261,6 @@ class HybridPrefixEngine(EngineSeam):
         else:
             self.on_question(what, number, prompt, params)
 
-    def receive_failed(self, request_id: int, error: Exception) -> None:
-        """The client gets a failed request; the other requests go on."""
-        logger.error("request %d was refused", request_id, exc_info=error)
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        self.reply_refused(request_id, kind + str(error).removeprefix(f"request {request_id}: "))
-
     def messages_taken(self) -> None:
         """Returns the requests that ended without a step, since the next step may be far off."""
         if not self.failed_request_ids or self._is_suspended:
