@@ -23,8 +23,7 @@ class WholeMamba(HybridPrefixMambaMixer):
 
     def forward(self, hidden_states: torch.Tensor, inference_context: Any = None, **kwargs: Any) -> Any:
         """A prefill, where the forward is a trainer's."""
-        whole = whole_sequences(inference_context)
-        if whole is None:
+        if (whole := whole_sequences(inference_context)) is None:
             return super().forward(hidden_states, inference_context, **kwargs)
         return whole.run(self, hidden_states, self._whole)
 
@@ -39,8 +38,7 @@ class WholeAttention(DotProductAttention):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """By an engine's function where the forward is a trainer's."""
-        whole = whole_sequences(None)
-        if whole is None:
+        if (whole := whole_sequences(None)) is None:
             return super().forward(query, key, value, *args, **kwargs)
         return whole.attend(self._owner, query, key, value)
 
@@ -53,19 +51,12 @@ class WholeLayer:
         forward: Callable[..., Any] = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled() or whole_sequences(kwargs.get("inference_context")) is None:
             return forward(*args, **kwargs)
-        names, values = tuple(kwargs), (*args, *kwargs.values())
-        places = [n for n, x in enumerate(values) if isinstance(x, torch.Tensor) and x.requires_grad]
-        others = [None if n in places else x for n, x in enumerate(values)]
-
-        def run(*inputs: torch.Tensor) -> Any:
-            both = others.copy()
-            for place, given in zip(places, inputs, strict=False):  # the parameters come after these
-                both[place] = given
-            return forward(*both[: len(args)], **dict(zip(names, both[len(args) :], strict=True)))
-
         layer: Any = self
-        weights = [each for each in layer.parameters() if each.requires_grad]
-        return Recomputed.apply(run, *(values[n] for n in places), *weights)  # type: ignore[no-untyped-call]
+        hidden_states, *others = args or (kwargs.pop("hidden_states"),)
+        weights = [
+            x for x in (*layer.parameters(), *kwargs.values()) if isinstance(x, torch.Tensor) and x.requires_grad
+        ]
+        return Recomputed.apply(lambda x, *_: forward(x, *others, **kwargs), hidden_states, *weights)  # type: ignore[no-untyped-call]
 
 
 def whole_sequences_of(model: torch.nn.Module, block_tokens: int) -> WholeSequences:
@@ -79,19 +70,22 @@ def whole_sequences_of(model: torch.nn.Module, block_tokens: int) -> WholeSequen
         raise ValueError(f"invariant_forward: {found}")
     use_slot_mixers(model)
     use_invariant_layers(model)
-    hybrid, layers = _hybrid(model), []
+    hybrid, quanta, states = _hybrid(model), set(), {}
+    device = next(hybrid.parameters()).device
     for kind, layer in recurrent_modules(model):
         if isinstance(layer, MambaMixer):
             put_before("Whole", WholeMamba, layer, last=True)
-        states = kind.components(layer, state_dtype=torch.float32, window_dtype=None)
-        layers.append((layer, kind.chunk_tokens(layer), states))
+        quanta.add(kind.chunk_tokens(layer))
+        parts = kind.components(layer, state_dtype=torch.float32, window_dtype=None)
+        of_one = {each.name: ((1, *each.shape), getattr(torch, each.dtype)) for each in parts}
+        states[id(layer)] = {n: torch.zeros(shape, dtype=dtype, device=device) for n, (shape, dtype) in of_one.items()}
     for attention in _attentions(model):
         put_before("Whole", WholeAttention, attention.core_attention)
         vars(attention.core_attention)["_owner"] = attention  # not as a part of it
     ends = getattr(hybrid.decoder, "final_norm", None), getattr(hybrid, "output_layer", None)  # of the last stage
     for layer in filter(None, (*hybrid.decoder.layers, *ends)):
         put_before("Whole", WholeLayer, layer)
-    return WholeSequences(hybrid, layers, block_tokens)
+    return WholeSequences(hybrid, quanta, states, block_tokens)
 
 
 def _hybrid(model: torch.nn.Module) -> Any:
@@ -108,9 +102,7 @@ def _problem(model: torch.nn.Module, block_tokens: int) -> str | None:
     if hybrid.config.mtp_num_layers:
         return "layers that predict drafts (mtp_num_layers) are not covered"
     if any(hasattr(layer, "cudagraph_manager") for layer in hybrid.decoder.layers):
-        return (
-            "layers are captured in CUDA graphs; build the model with cuda_graph_impl='none', or with graphs of blocks"
-        )
+        return "layers are captured in CUDA graphs; build the model with cuda_graph_impl='none'"
     for kind, layer in recurrent_modules(model):
         if kind.whole_chunks and block_tokens % kind.chunk_tokens(layer):
             return f"block_size_tokens={block_tokens} is no multiple of {kind.chunk_tokens(layer)}, the chunk of {kind.name}"

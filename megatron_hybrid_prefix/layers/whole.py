@@ -1,8 +1,7 @@
 """A trainer's forward with the bits of an engine's steps: each sequence of a batch is one prefill from a state of zeros.
 
-`invariant_forward` says for which model. Its recurrent layers then run the functions of a prefill, its core attention that of a step,
-over scratch memory; nothing of it is kept. A layer's gradient is that of megatron's ordinary forward at the same inputs, which a backward
-computes again.
+`invariant_forward` says for which model. Its recurrent layers run the functions of a prefill, its core attention that of a step, over
+scratch memory.
 """
 
 from __future__ import annotations
@@ -18,15 +17,12 @@ from torch.autograd.function import once_differentiable
 from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
 from megatron_hybrid_prefix.ops.invariant import scope
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
-from megatron_hybrid_prefix.pool.layout import StateComponent
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
 from megatron_hybrid_prefix.upstream.invariant import InferenceMode, gather_vocabulary
 
 _ARGUMENTS = "input_ids", "position_ids", "attention_mask", "decoder_input", "labels"  # of a model's forward, by place
 _WHOLE: ContextVar[WholeSequences | None] = ContextVar("whole sequences", default=None)
-
-Compute = Callable[[torch.Tensor, Mapping[str, torch.Tensor], PrefillStep], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def whole_sequences(inference_context: Any) -> WholeSequences | None:
@@ -35,11 +31,7 @@ def whole_sequences(inference_context: Any) -> WholeSequences | None:
 
 
 def is_whole(model: torch.nn.Module, inference_context: Any, args: Iterable[Any], named: Mapping[str, Any]) -> bool:
-    """Whether a model's forward with these arguments is one of `invariant_forward`.
-
-    Raises:
-        ValueError: It is, and an argument is not covered.
-    """
+    """Whether a model's forward is one of `invariant_forward`. ValueError: it is, and one of these arguments is not covered."""
     whole = _WHOLE.get()
     if inference_context is not None or whole is None or whole.model is not model:
         return False
@@ -52,29 +44,16 @@ class WholeSequences:
 
     Args:
         model: The ``HybridModel``.
-        layers: Its recurrent layers, each with its chunk quantum in tokens and the components of a state.
+        quanta: Chunk quanta of its recurrent layers, in tokens.
+        states: Of each of these, by its id: one slot of zeros by component name. Nothing writes there.
         block_tokens: Tokens of a KV block of the engine.
     """
 
     def __init__(
-        self,
-        model: Any,
-        layers: Iterable[tuple[torch.nn.Module, int, Iterable[StateComponent]]],
-        block_tokens: int,
+        self, model: Any, quanta: set[int], states: Mapping[int, Mapping[str, torch.Tensor]], block_tokens: int
     ) -> None:
-        self.model, self._block_tokens = model, block_tokens
-        self._device = next(model.parameters()).device
-        self._quanta: set[int] = set()
+        self.model, self._quanta, self._states, self._block_tokens = model, quanta, states, block_tokens
         self._steps: dict[tuple[int, int], PrefillStep] = {}
-        self._states: dict[int, dict[str, torch.Tensor]] = {}  # of one slot, of zeros: nothing writes there
-        zeros: dict[Any, torch.Tensor] = {}
-        for layer, quantum, components in layers:
-            self._quanta.add(quantum)
-            own = self._states[id(layer)] = {}
-            for each in components:
-                if (size := (each.shape, each.dtype)) not in zeros:
-                    zeros[size] = torch.zeros(1, *each.shape, dtype=getattr(torch, each.dtype), device=self._device)
-                own[each.name] = zeros[size]
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -87,68 +66,52 @@ class WholeSequences:
 
     def check(self, given: Mapping[str, Any]) -> None:
         """Raise ValueError, in one line, if a forward's arguments are not covered."""
-        if InferenceMode.is_active():
-            raise ValueError("invariant_forward: an engine runs; call engine.suspend() before")
-        for name, instead in (
-            ("labels", "megatron's loss has other bits; take log-probs by the function that it gives"),
-            ("packed_seq_params", "sequences are not packed; give (batch, seq), right-padded"),
+        config, mask = self.model.config, given.get("attention_mask")
+        drops = self.model.training and (config.hidden_dropout or config.attention_dropout)
+        causal = mask is None or (mask == torch.ones_like(mask, dtype=torch.bool).triu(1)).all()
+        for is_wrong, problem in (
+            (InferenceMode.is_active(), "an engine runs; call engine.suspend() before"),
+            (
+                given.get("labels") is not None,
+                "labels: megatron's loss has other bits; take the log-probs that it gives",
+            ),
+            (
+                given.get("packed_seq_params") is not None,
+                "packed_seq_params: give sequences as (batch, seq), right-padded",
+            ),
+            (not causal, "attention_mask: only None and the causal mask are covered"),
+            (drops, "dropout: an engine has none; use 0, or model.eval()"),
         ):
-            if given.get(name) is not None:
-                raise ValueError(f"invariant_forward: {name}: {instead}")
-        if (mask := given.get("attention_mask")) is not None:
-            causal = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
-            if not bool((mask == causal).all()):
-                raise ValueError("invariant_forward: attention_mask: only None and the causal mask are covered")
-        if self.model.training and (self.model.config.hidden_dropout or self.model.config.attention_dropout):
-            raise ValueError("invariant_forward: dropout: an engine has none; use 0, or model.eval()")
+            if is_wrong:
+                raise ValueError(f"invariant_forward: {problem}")
 
-    def run(
-        self, layer: object, hidden_states: torch.Tensor, compute: Compute
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A recurrent layer's output and bias.
+    def run(self, layer: object, hidden_states: torch.Tensor, compute: Callable[..., Any]) -> Any:
+        """Output (tokens, sequences, width) and bias of a recurrent layer.
 
         Args:
             layer: The layer.
             hidden_states: (tokens, sequences, hidden).
-            compute: Gets them as (sequences x tokens, 1, hidden), the layer's states by component name, and the step.
-
-        Returns:
-            (tokens, sequences, width), and the bias or None.
+            compute: Gets them as (sequences x tokens, 1, hidden), the layer's states by component name, and the `PrefillStep`.
         """
         tokens, sequences, _ = hidden_states.shape
-        packed = hidden_states.transpose(0, 1).reshape(sequences * tokens, 1, -1)
-        output, bias = compute(packed, self._states[id(layer)], self._step(sequences, tokens))
-        return output.view(sequences, tokens, -1).transpose(0, 1).contiguous(), bias
-
-    def _step(self, sequences: int, tokens: int) -> PrefillStep:
         if (sequences, tokens) not in self._steps:
-            total, span = (
-                sequences * tokens,
-                PrefillSpan(start_tokens=0, tokens=tokens, source_slot=0, live_slot=NO_SLOT),
-            )
-            step = self._steps[sequences, tokens] = PrefillStep(
-                quanta=self._quanta,
-                block_tokens=self._block_tokens,
-                max_tokens=total,
-                max_sequences=sequences,
-                device=self._device,
-            )
+            total, device = sequences * tokens, hidden_states.device
+            sizes: dict[str, Any] = {"max_tokens": total, "max_sequences": sequences, "device": device}
+            step = PrefillStep(quanta=self._quanta, block_tokens=self._block_tokens, **sizes)
+            span = PrefillSpan(start_tokens=0, tokens=tokens, source_slot=0, live_slot=NO_SLOT)
             step.prepare([span] * sequences, tokens=total, sequences=sequences)
             step.copy()
             step.show()
-        return self._steps[sequences, tokens]
+            self._steps[sequences, tokens] = step
+        packed = hidden_states.transpose(0, 1).reshape(sequences * tokens, 1, -1)
+        output, bias = compute(packed, self._states[id(layer)], self._steps[sequences, tokens])
+        return output.view(sequences, tokens, -1).transpose(0, 1).contiguous(), bias
 
     def attend(self, attention: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Causal attention by the function of an engine's steps, over blocks of KV of their size.
 
-        Args:
-            attention: The ``SelfAttention``.
-            q: (tokens, sequences, heads, head_dim).
-            k: (tokens, sequences, kv_heads, head_dim).
-            v: As k.
-
-        Returns:
-            (tokens, sequences, heads x head_dim).
+        ``attention`` is the ``SelfAttention``; q is (tokens, sequences, heads, head_dim), k and v have their own heads. Returns
+        (tokens, sequences, heads x head_dim).
         """
         tokens, sequences, *_ = q.shape
         blocks = ceil_div(tokens, self._block_tokens)
@@ -170,7 +133,7 @@ class WholeSequences:
         return out.view(sequences, tokens, -1).transpose(0, 1).contiguous()
 
     def log_probs(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Each token's log-prob, given those before it: the engine's bits; the gradient is that of PyTorch's log-softmax.
+        """Each token's log-prob with the engine's bits, and the gradient of PyTorch's log-softmax.
 
         Args:
             logits: (batch, seq, vocabulary), or this tensor-parallel rank's part of the vocabulary.
@@ -209,4 +172,6 @@ class Recomputed(torch.autograd.Function):
             outputs = ctx.run(*inputs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         outs = [out for out, grad in zip(outputs, grads, strict=True) if grad is not None]
-        return None, *torch.autograd.grad(outs, inputs, [each for each in grads if each is not None], allow_unused=True)
+        wanted, given = [x for x in inputs if x.requires_grad], [grad for grad in grads if grad is not None]
+        found = iter(torch.autograd.grad(outs, wanted, given, allow_unused=True))
+        return None, *(next(found) if x.requires_grad else None for x in inputs)

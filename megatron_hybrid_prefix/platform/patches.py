@@ -213,12 +213,6 @@ NO_MAMBA_SSM = (
 )
 
 
-def _megatrons_own_rule(original: Any) -> Any:
-    from megatron_hybrid_prefix.upstream.delta_net import torch_chunk_gated_delta_rule
-
-    return torch_chunk_gated_delta_rule
-
-
 _TRAINS = "training calls it; this one is differentiable PyTorch, for small models"
 NO_FLA = (
     Rebinding(
@@ -228,7 +222,10 @@ NO_FLA = (
         "the layer's constructor asks for flash-linear-attention",
     ),
     Rebinding(
-        modules.GATED_DELTA_NET, "chunk_gated_delta_rule", _megatrons_own_rule, "megatron has it in PyTorch, too"
+        modules.GATED_DELTA_NET,
+        "chunk_gated_delta_rule",
+        lambda original: sys.modules[modules.GATED_DELTA_NET].torch_chunk_gated_delta_rule,
+        "megatron has it in PyTorch, too",
     ),
     Rebinding(modules.GATED_DELTA_NET, "causal_conv1d", _kernel("training", "causal_conv1d"), _TRAINS),
     Rebinding(modules.GATED_DELTA_NET_BASE, "l2norm", _kernel("training", "l2norm"), _TRAINS),

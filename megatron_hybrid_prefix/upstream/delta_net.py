@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.ssm import gated_delta_net
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules, torch_chunk_gated_delta_rule
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 
 
 def has_fla() -> bool:

@@ -12,13 +12,7 @@ from tests.harness.named_models import named
 from tests.harness.selection import mostly_slow
 from tests.harness.trainer import answers, differ, forward, gradients, padded, trained
 
-BOTH_KINDS = {
-    "layer_pattern": "MG*-",
-    "rotary_base": 10_000,
-    "rotary_fraction": 0.5,
-    "attention_output_gate": True,
-    "qk_norm": True,
-}
+BOTH_KINDS = {"rotary_base": 10_000, "rotary_fraction": 0.5, "attention_output_gate": True, "qk_norm": True}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +26,7 @@ def engines_of_other_modules(platform):
 
 
 def built(name, platform):
-    config = get_preset("tiny-gdn", **BOTH_KINDS) if name == "both" else named(name)
+    config = get_preset("tiny-gdn", layer_pattern="MG*-", **BOTH_KINDS) if name == "both" else named(name)
     return build_hybrid_model(config, seed=0, platform=platform)
 
 
@@ -93,42 +87,42 @@ def test_the_gradient_of_a_layer_is_that_of_megatrons_forward_at_the_same_inputs
             assert torch.equal(weight.grad, found[name]), name
 
 
-def test_what_is_not_covered_is_one_line(platform):
-    model = built("tiny", platform)
-    tokens = torch.zeros(1, 4, dtype=torch.long)
-    upside_down = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
-    with invariant_forward(model):
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("attention_mask: only None", {"attention_mask": torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()}),
+        ("labels: ", {"labels": torch.zeros(1, 4, dtype=torch.long)}),
+        ("packed_seq_params: ", {"packed_seq_params": object()}),
+        ("dropout: ", "train"),
+        ("an engine runs; call engine.suspend", "engine"),
+    ],
+)
+def test_a_forward_that_is_not_covered_is_one_line(platform, monkeypatch, what, change):
+    model, tokens = built("tiny", platform).train(), torch.zeros(1, 4, dtype=torch.long)
+    with invariant_forward(model), torch.no_grad():
         model(tokens, tokens, torch.ones(1, 1, 4, 4, dtype=torch.bool).triu(1))
-        for match, named_fields in (
-            ("attention_mask", {"attention_mask": upside_down}),
-            ("labels", {"attention_mask": None, "labels": tokens}),
-            ("packed_seq_params", {"attention_mask": None, "packed_seq_params": object()}),
-        ):
-            with pytest.raises(ValueError, match=f"^invariant_forward: {match}: .*$"):
-                model(tokens, tokens, **named_fields)
-        model.train().config.hidden_dropout = 0.1
-        with pytest.raises(ValueError, match="dropout"):
-            model(tokens, tokens, None)
-        InferenceMode.set_active()
-        with pytest.raises(ValueError, match=r"engine\.suspend"):
-            model(tokens, tokens, None)
-        InferenceMode.unset_active()
+        if change == "train":
+            model.config.hidden_dropout = 0.1
+        if change == "engine":
+            monkeypatch.setattr(InferenceMode, "is_active", lambda: True)
+        fields = {"attention_mask": None} | (change if isinstance(change, dict) else {})
+        with pytest.raises(ValueError, match=f"^invariant_forward: {what}.*$"):
+            model(tokens, tokens, **fields)
 
 
 @pytest.mark.parametrize(
-    ("name", "match"),
-    [("tiny-moe", "expert"), ("tiny-mtp", "predict drafts"), ("tiny", "core attention Own: Own.forward")],
+    ("name", "block", "match"),
+    [
+        ("tiny-moe", 64, "expert"),
+        ("tiny-mtp", 64, "predict drafts"),
+        ("tiny", 64, "core attention Own: Own.forward would never be called"),
+        ("tiny-gdn", 96, "block_size_tokens=96 is no multiple of 64"),
+    ],
 )
-def test_which_model_is_not_covered_is_one_line(platform, name, match):
+def test_a_model_that_is_not_covered_is_one_line(platform, name, block, match):
     model = built(name, platform)
     if name == "tiny":
         core = model.decoder.layers[1].self_attention.core_attention
         core.__class__ = type("Own", (type(core),), {"forward": lambda self, *args, **kwargs: None})
-    with pytest.raises(ValueError, match=f"^invariant_forward: .*{match}.*$"), invariant_forward(model):
-        pass
-
-
-def test_blocks_of_no_whole_chunks_are_refused(platform):
-    with pytest.raises(ValueError, match="block_size_tokens=96 is no multiple of 64"):
-        with invariant_forward(built("tiny-gdn", platform), block_size_tokens=96):
-            pass
+    with pytest.raises(ValueError, match=f"^invariant_forward: .*{match}.*$"):
+        invariant_forward(model, block_size_tokens=block).__enter__()

@@ -101,7 +101,9 @@ def of_a_trainer(engine, model, jobs, block_tokens):
     params = [Job(job.prompt, 150, False).params(cache_salt=f"trained {number}") for number, job in enumerate(jobs)]
     found = [bits(engine.generate([job.prompt], own)[0].merge())[:2] for job, own in zip(jobs, params, strict=True)]
     engine.suspend()
-    return trained(model, [(job.prompt, *answer) for job, answer in zip(jobs, found, strict=True)], block_tokens)
+    return trained(
+        model, [(job.prompt + own, scores) for job, (own, scores) in zip(jobs, found, strict=True)], block_tokens
+    )
 
 
 @contextmanager

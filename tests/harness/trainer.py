@@ -11,23 +11,24 @@ from megatron_hybrid_prefix import invariant_forward
 from tests.harness.bits import bits, exact_harness
 from tests.harness.engine_helpers import random_tokens
 
-Answer = tuple[list[int], list[int], list[float]]  # prompt, answer, log-probs of the answer
+Scored = tuple[list[int], list[float]]  # tokens, and log-probs of the last of them
 
 
-def answers(model: Any, lengths: Sequence[int], count: int, **fields: Any) -> list[Answer]:
-    """Of prompts of these lengths, decoded together; the engine is suspended."""
+def answers(model: Any, lengths: Sequence[int], count: int, **fields: Any) -> list[Scored]:
+    """Prompts of these lengths and their answers, decoded together; the engine is suspended."""
     harness = exact_harness(model, **fields)
     for length in lengths:
-        harness.add(random_tokens(length, seed=length), count)
+        harness.add(random_tokens(length, seed=length), count, params={"skip_prompt_log_probs": False})
     harness.run()
     harness.engine.suspend()
-    return [(request.prompt_tokens.tolist(), *bits(request)[:2]) for request in harness.finished.values()]
+    found = [(request.prompt_tokens.tolist(), *bits(request)) for request in harness.finished.values()]
+    return [(prompt + answer, [*(of_prompt or ()), *own]) for prompt, answer, own, of_prompt in found]
 
 
-def padded(model: Any, found: Sequence[Answer]) -> torch.Tensor:
-    """Prompts and answers: (requests, longest), the rest is padding."""
-    longest = max(len(prompt) + len(answer) for prompt, answer, _ in found)
-    rows = [prompt + answer + [7] * (longest - len(prompt) - len(answer)) for prompt, answer, _ in found]
+def padded(model: Any, found: Sequence[Scored]) -> torch.Tensor:
+    """The tokens, right-padded: (requests, longest)."""
+    longest = max(len(tokens) for tokens, _ in found)
+    rows = [tokens + [7] * (longest - len(tokens)) for tokens, _ in found]
     return torch.tensor(rows, device=next(model.parameters()).device)
 
 
@@ -38,12 +39,12 @@ def forward(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def differ(found: Sequence[Answer], log_probs: torch.Tensor) -> int:
-    """How many of the answers' log-probs are others; ``log_probs``: of the tokens of `padded` from the second on."""
-    return sum(
-        int((own[len(prompt) - 1 :][: len(wanted)].cpu() != torch.tensor(wanted)).sum())
-        for (prompt, _, wanted), own in zip(found, log_probs.detach(), strict=True)
+def differ(found: Sequence[Scored], log_probs: torch.Tensor) -> int:
+    """How many log-probs are others; ``log_probs``: of the tokens of `padded` from the second on."""
+    pairs = (
+        (own[: len(tokens) - 1][-len(wanted) :], wanted) for (tokens, wanted), own in zip(found, log_probs, strict=True)
     )
+    return sum(int((own.detach().cpu() != torch.tensor(wanted)).sum()) for own, wanted in pairs)
 
 
 def gradients(model: Any, log_probs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -55,9 +56,8 @@ def gradients(model: Any, log_probs: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @torch.inference_mode(False)
-def trained(model: Any, found: Sequence[Answer], block_tokens: int) -> dict[str, Any]:
-    """Log-probs of answers that a trainer gets otherwise, without gradients, with them, and (a control) by megatron's forward alone; and
-    how the gradients lie to those of the latter: 1 - cosine."""
+def trained(model: Any, found: Sequence[Scored], block_tokens: int) -> dict[str, Any]:
+    """How many log-probs a trainer gets otherwise, without gradients, with them, and (a control) by megatron's forward; 1 - cosine of gradients."""
     tokens = padded(model, found)
     with invariant_forward(model, block_size_tokens=block_tokens) as log_probs:
         with torch.no_grad():

@@ -201,30 +201,17 @@ def causal_conv1d(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str,
-    initial_state: None,
-    output_final_state: bool,
-    cu_seqlens: torch.Tensor | None,
+    cu_seqlens: None,
+    **states: object,
 ) -> tuple[torch.Tensor, None]:
-    """Depthwise causal convolution and SiLU, as ``fla.modules.convolution`` has them.
-
-    Args:
-        x: (batch, tokens, channels).
-        weight: (channels, taps); the last column meets the current token.
-        bias: (channels,), or None.
-        activation: Must be "silu" or "swish".
-        initial_state: Must be None.
-        output_final_state: Must be False.
-        cu_seqlens: Must be None: packed sequences are not supported.
-
-    Returns:
-        Shape and dtype of x, and no state.
+    """Convolution and SiLU of (batch, tokens, channels), by weights (channels, taps), as ``fla.modules.convolution``; no state.
 
     Raises:
-        ValueError: An argument is not supported.
+        ValueError: The sequences are packed, or the activation is another one.
     """
-    if cu_seqlens is not None or initial_state is not None or output_final_state or activation not in ("silu", "swish"):
+    if cu_seqlens is not None or activation not in ("silu", "swish") or any(states.values()):
         raise ValueError(
-            "without flash-linear-attention, Gated DeltaNet layers do not train on packed sequences: give sequences of one length"
+            "without flash-linear-attention, Gated DeltaNet layers train on sequences of one length, with SiLU"
         )
     tokens, (channels, taps) = x.shape[1], weight.shape
     y = F.conv1d(x.transpose(1, 2), weight.unsqueeze(1), bias, padding=taps - 1, groups=channels)
