@@ -101,6 +101,8 @@ def _problem(model: torch.nn.Module, block_tokens: int) -> str | None:
     hybrid = _hybrid(model)
     if hybrid.config.mtp_num_layers:
         return "layers that predict drafts (mtp_num_layers) are not covered"
+    if hybrid.config.recompute_granularity == "selective":
+        return "recompute_granularity='selective': a backward recomputes whole layers; use None or 'full'"
     if any(hasattr(layer, "cudagraph_manager") for layer in hybrid.decoder.layers):
         return "layers are captured in CUDA graphs; build the model with cuda_graph_impl='none'"
     for kind, layer in recurrent_modules(model):
