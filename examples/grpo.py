@@ -1,7 +1,7 @@
 """GRPO whose trainer has the engine's log-probs, bit for bit, and without: ``python examples/grpo.py [STEPS] [PLOT.png]``.
 
 Trains `tiny` on answers that say one token often. The policy that generates is the one that is trained, so each step's ratio is 1, up to
-rounding by default, exactly with ``exact="bits"`` and `invariant_forward`. A minute on two cores.
+rounding by default, exactly with ``exact="bits"`` and `invariant_forward`. About a minute.
 """
 
 import logging
@@ -17,6 +17,7 @@ from megatron_hybrid_prefix.platform import ensure_platform
 ensure_platform(device="cpu")  # must run before other imports of megatron
 from megatron.core.inference.sampling_params import SamplingParams  # noqa: E402
 
+torch.set_num_threads(1)  # products are small
 logging.getLogger("megatron_hybrid_prefix").setLevel(logging.ERROR)  # each resume() says what it drops
 STEPS, WANTED, PROMPTS, GROUP, ANSWER, BLOCK = int(sys.argv[1]) if sys.argv[1:] else 50, 32, 2, 8, 24, 64
 SAMPLING = SamplingParams(
