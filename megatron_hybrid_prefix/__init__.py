@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         hybrid_prefix_config_from_args,
         install,
         installed,
+        invariant_forward,
         uninstall,
     )
 
@@ -26,6 +27,7 @@ _PARTS = {
     "hybrid_prefix_config_from_args": "mcore",
     "install": "mcore",
     "installed": "mcore",
+    "invariant_forward": "mcore",
     "uninstall": "mcore",
 }
 
@@ -36,6 +38,7 @@ __all__ = [
     "hybrid_prefix_config_from_args",
     "install",
     "installed",
+    "invariant_forward",
     "uninstall",
 ]
 

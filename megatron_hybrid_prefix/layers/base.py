@@ -142,11 +142,10 @@ class LayerKind(ABC):
 
     def take_off(self, module: torch.nn.Module) -> bool:
         """Undo `put_on`; returns whether the layer changed."""
-        original = _ORIGINALS.get(type(module))
-        if original is None or not isinstance(module, self.slot_class):
-            return False
-        module.__class__ = original
-        return True
+        changed = False
+        while isinstance(module, self.slot_class) and (original := _ORIGINALS.get(type(module))) is not None:
+            module.__class__, changed = original, True
+        return changed
 
 
 KINDS: Registry[LayerKind] = Registry("layer kind")

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_hybrid_prefix.layers.base import put_before
+from megatron_hybrid_prefix.layers.whole import is_whole
 from megatron_hybrid_prefix.ops.elementwise import sigmoid, silu
 from megatron_hybrid_prefix.ops.invariant import scope
 from megatron_hybrid_prefix.ops.invariant.attention import attend_paged
@@ -45,8 +46,8 @@ class InvariantModel(HybridModel):
     """Turns the scope on for steps of an exact context."""
 
     def forward(self, *args: Any, inference_context: Any = None, **kwargs: Any) -> Any:
-        """Says which context a step is of."""
-        exact = bool(getattr(inference_context, "is_exact", False))
+        """Says which context a step is of, and whether a trainer's forward is to have a step's bits."""
+        exact = bool(getattr(inference_context, "is_exact", False)) or is_whole(self, inference_context, args, kwargs)
         # After some recompilations a compiled function runs as it is written, with other bits: here it always does.
         compiles = exact and "torch._dynamo" in sys.modules
         with scope.invariant(exact), torch.compiler.set_stance("force_eager") if compiles else nullcontext():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.layers.step import PrefillStep
+from megatron_hybrid_prefix.layers.whole import whole_sequences
 from megatron_hybrid_prefix.ops.rings import RingRows, keep_last, take_last
 from megatron_hybrid_prefix.upstream.mixer import merge_rows, rows_after, rows_of_step
 
@@ -18,7 +19,7 @@ class SlotLayer:
 
     The layer is called as megatron calls its mixers: ``layer(hidden_states, inference_context=...)`` gives its output and a
     bias or None. In a step of an engine of this package it decodes the first rows, prefills the others, and puts both
-    together; anywhere else it runs its own ``forward``.
+    together; in a trainer's forward with a step's bits (`invariant_forward`) it prefills all; anywhere else it runs its own ``forward``.
 
     Attributes:
         slot_layer_number: Number of the layer on this pipeline stage, from 1; set by `use_slot_mixers`.
@@ -36,6 +37,8 @@ class SlotLayer:
             **kwargs: As ``args``.
         """
         step: PrefillStep | None = getattr(inference_context, "prefill_step", None)
+        if (whole := whole_sequences(inference_context)) is not None:
+            return whole.run(self, hidden_states, self._prefill)
         if step is None:
             # The class after this mixin has it.
             return super().forward(  # type: ignore[misc]
@@ -56,6 +59,11 @@ class SlotLayer:
         if decoded is None or prefilled is None:
             return self.slot_outputs(prefilled if decoded is None else decoded)
         return self.slot_outputs(merge_rows(decoded, prefilled, rows.counts, rows.tokens))
+
+    def _prefill(self, hidden_states: torch.Tensor, states: Mapping[str, torch.Tensor], step: PrefillStep) -> Any:
+        """All of it, of a step that leaves nothing open."""
+        inputs = self.slot_inputs(hidden_states).squeeze(1)
+        return self.slot_outputs(self.slot_prefill(inputs, states, step).unsqueeze(1))
 
     def supports_split_output_projection(self) -> bool:
         """Megatron's main may run a layer in two parts, around its `forward`. This one is run as a whole."""

@@ -21,6 +21,7 @@ _PARTS = {
     "HybridPrefixMambaMixer": "layers.mamba2",
     "install": "mcore.entrypoints.install",
     "installed": "mcore.entrypoints.install",
+    "invariant_forward": "mcore.entrypoints.trainer",
     "restore_mixers": "layers.kinds",
     "uninstall": "mcore.entrypoints.install",
     "use_slot_mixers": "layers.kinds",

@@ -10,7 +10,7 @@ Each group but the last three applies only if the part is missing:
   * `MAMBA_TRAINING`          mamba-ssm, causal-conv1d or their compiled extensions missing: the mixer trains, and predicts drafts,
                               with PyTorch.
   * `NO_MAMBA_SSM`            no mamba-ssm: the mixer can be built; static batching raises an error that says what to install.
-  * `NO_FLA`                  no flash-linear-attention: likewise for Gated DeltaNet layers.
+  * `NO_FLA`                  no flash-linear-attention: Gated DeltaNet layers can be built, and train with PyTorch.
   * `*GATHERING_ATTENTION`    no flash-attention of any generation: on a CPU attention gathers the pages, on a GPU a kernel reads them.
   * `NO_TRANSFORMER_ENGINE`   no Transformer Engine, or no CUDA device for it: what upstream calls of it whatever the layers are.
   * `TRAINING`                always: megatron.training compares its flags with the process groups that run.
@@ -164,21 +164,6 @@ def _gated_norm(original: Any) -> Any:
     return GatedRMSNorm
 
 
-def _raises(message: str) -> Callable[[Any], Any]:
-    """A function that raises ImportError with this message."""
-
-    def raise_import_error(*args: Any, **kwargs: Any) -> Any:
-        raise ImportError(message)
-
-    return _replace_by(raise_import_error)
-
-
-_needs_fla = _raises(
-    "Gated DeltaNet layers outside of this package's dynamic engine, as in training, need flash-linear-attention: "
-    "pip install fla-core"
-)
-
-
 def _packing_is_supported(original: Any) -> Any:
     def _check_mamba_sequence_packing_support(for_inference_not_training: bool = True) -> tuple[bool, str | None]:
         return (True, None) if for_inference_not_training else original(for_inference_not_training)
@@ -203,7 +188,6 @@ MAMBA_PARTS = (
         "checks versions of mamba-ssm and causal-conv1d, whose parts are replaced",
     ),
 )
-_NOT_DYNAMIC = "not called by dynamic inference; raises a clear error in place of calling None"
 MAMBA_TRAINING = (
     Rebinding(
         modules.MAMBA_MIXER,
@@ -229,6 +213,7 @@ NO_MAMBA_SSM = (
 )
 
 
+_TRAINS = "training calls it; this one is differentiable PyTorch, for small models"
 NO_FLA = (
     Rebinding(
         modules.GATED_DELTA_NET_BASE,
@@ -236,14 +221,14 @@ NO_FLA = (
         _replace_by(True),
         "the layer's constructor asks for flash-linear-attention",
     ),
-    *(
-        Rebinding(owner, name, _needs_fla, _NOT_DYNAMIC)
-        for owner, name in (
-            (modules.GATED_DELTA_NET, "chunk_gated_delta_rule"),
-            (modules.GATED_DELTA_NET, "causal_conv1d"),
-            (modules.GATED_DELTA_NET_BASE, "l2norm"),
-        )
+    Rebinding(
+        modules.GATED_DELTA_NET,
+        "chunk_gated_delta_rule",
+        lambda original: sys.modules[modules.GATED_DELTA_NET].torch_chunk_gated_delta_rule,
+        "megatron has it in PyTorch, too",
     ),
+    Rebinding(modules.GATED_DELTA_NET, "causal_conv1d", _kernel("training", "causal_conv1d"), _TRAINS),
+    Rebinding(modules.GATED_DELTA_NET_BASE, "l2norm", _kernel("training", "l2norm"), _TRAINS),
 )
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -19,6 +22,12 @@ def wider_outputs(layer: ColumnParallelLinear) -> torch.dtype | None:
     """The dtype of a layer's outputs where it is not that of its inputs (``logit_dtype`` of a model of 0.20)."""
     wanted: torch.dtype | None = getattr(layer, "output_dtype", None)
     return None if wanted == layer.config.params_dtype else wanted
+
+
+def gather_vocabulary(model: HybridModel, logits: torch.Tensor) -> torch.Tensor:
+    """Logits of the whole vocabulary from those of each tensor-parallel rank; differentiable."""
+    gathered: torch.Tensor = gather_from_tensor_model_parallel_region(logits, group=model.pg_collection.tp)
+    return gathered
 
 
 class ProductSeam(ColumnParallelLinear):

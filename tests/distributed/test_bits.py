@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.harness.named_models import named
+from tests.harness.selection import mostly_slow
 from tests.harness.workers.launch import run_play
 
 
@@ -33,3 +34,14 @@ def test_ranks_give_the_bits_of_a_request_alone(tmp_path, preset, tp, pp, ep, et
         assert rank["bits"]["finished"] > 0
         assert rank["bits"]["differing"] == []
         assert bool(rank["bits"]["differing_by_rows"]) == (tp * ep > 1)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("preset", mostly_slow(["tiny", "tiny-gdn"], "tiny"))
+def test_a_trainer_on_two_ranks_has_the_bits_of_the_engine(tmp_path, preset):
+    part = ["tests.harness.trainer:of_requests", [1, 60, 200], 70, 128]
+    play = {"sizes": {"tp": 2}, "model": {"name": preset}, "parts": {"trainer": part}}
+    for rank in run_play(tmp_path, play, 2):
+        found = rank["trainer"]
+        assert found["without gradients"] == found["with gradients"] == 0 < found["by default"]
+        assert found["between the gradients"] < 1e-6

@@ -5,8 +5,8 @@
     python tests/gpu/bits.py tiny --device cpu --requests 20 --out out/bits         # to try it
 
 Requests share prefixes, and some continue the answer of another one. Tokens, their log-probs, and log-probs of prompts must
-have the same bits. With layers that draft (`small-mtp`) some engines draft, and a random number
-of drafts are right. The last engine is the control: one product of each MLP depends on the number of rows, and bits differ.
+have the same bits, and answers those of a trainer's forward. With layers that draft (`small-mtp`) some engines draft, and a random
+number of drafts are right. The last engine is the control: one product of each MLP depends on the number of rows, and bits differ.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tests.harness.bits import SPANS, bits
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens, run_to_end
 from tests.harness.named_models import named
+from tests.harness.trainer import trained
 
 MAX_REQUESTS, MAX_TOKENS = 16, 1024
 LONGEST_TOKENS = 1200  # of a shared prefix: longer than a step's MAX_TOKENS
@@ -95,6 +96,16 @@ def scores_that_differ(engine, jobs, truth, most=60):
         scores = engine.score(job.prompt + tokens)[len(job.prompt) - 1 :]
         differ += sum(score != log_prob for score, log_prob in zip(scores, log_probs, strict=True))
     return differ
+
+
+def of_a_trainer(engine, model, jobs, block_tokens):
+    """What `invariant_forward` gives of some answers of more than a chunk; the engine is suspended."""
+    params = [Job(job.prompt, 150, False).params(cache_salt=f"trained {number}") for number, job in enumerate(jobs)]
+    found = [bits(engine.generate([job.prompt], own)[0].merge())[:2] for job, own in zip(jobs, params, strict=True)]
+    engine.suspend()
+    return trained(
+        model, [(job.prompt + own, scores) for job, (own, scores) in zip(jobs, found, strict=True)], block_tokens
+    )
 
 
 @contextmanager
@@ -168,6 +179,7 @@ def main(options):
         alone = build_engine(model, HybridPrefixConfig(exact="bits", **plenty), **fields)
         jobs, truth = make_jobs(alone, options.requests, config.vocab_size, longest)
         report["scores"] = scores_that_differ(alone, jobs, truth)
+        report["trainer"] = of_a_trainer(alone, model, jobs[:3], options.block_tokens)
         del alone
         if speaks:
             print(f"each alone: {time.perf_counter() - begin:.1f} s since the start", flush=True)

@@ -64,8 +64,11 @@ def test_likewise_on_two_gpus(preset, tmp_path):
 
 
 def check(report):
-    """Same bits in every engine but the control, and in one prefill of prompt and answer; and requests were reused, evicted and run in batches, or it would say nothing."""
+    """Same bits in every engine but the control, in one prefill of prompt and answer, and in a trainer's forward; and requests were reused, evicted and run in batches, or it would say nothing."""
     assert report["scores"] == 0
+    trainer = report["trainer"]
+    assert trainer["without gradients"] == trainer["with gradients"] == 0 < trainer["by default"], trainer
+    assert trainer["between the gradients"] < 0.1, "rounding in 16 bits turns them by less"
     for engine in ("eager", "async", "tight", "graphs"):
         found = report[engine]
         assert not any(found["different"].values()), found

@@ -45,7 +45,7 @@ def test_the_first_has_ten_lines():
 
 def test_the_others_are_short():
     long = {path.name for path in EXAMPLES.glob("[!_]*.py") if len(path.read_text().splitlines()) > 45}
-    assert long == {"train_bytes.py", *WITH_TESTS}  # a whole training
+    assert long == {"grpo.py", "train_bytes.py", *WITH_TESTS}  # whole trainings
 
 
 def test_the_table_has_each_of_them():
@@ -79,6 +79,12 @@ def test_nothing_of_old_weights_is_reused():
     *reused, same = run("new_weights.py").splitlines()
     assert [number for line in reused for number in numbers(line)] == [0, 512, 0, 512, 0]
     assert same.endswith("True")
+
+
+def test_a_policy_is_trained_by_the_log_probs_that_it_was_sampled_with():
+    """The script compares bits in each step, whose weights are others."""
+    found = dict(re.findall(r"^(.+): mean KL ([^,]+),", run("grpo.py", "3"), re.MULTILINE))
+    assert float(found["by default"]) > 0 and found["invariant_forward"] == "0.0e+00"
 
 
 @pytest.mark.slow

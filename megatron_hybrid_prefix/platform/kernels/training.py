@@ -1,10 +1,12 @@
-"""Forwards of a Mamba2 mixer that keep no state, in plain PyTorch: differentiable, on any device.
+"""Forwards of recurrent layers that keep no state, in plain PyTorch: differentiable, on any device.
 
 They replace functions of `mamba_ssm.ops.triton.ssd_combined`. Megatron's mixer calls `mamba_split_conv1d_scan_combined` in training
 mode; it is replaced where mamba-ssm, causal-conv1d or their compiled extensions are not installed. Layers that predict drafts call
 `mamba_chunk_scan_combined`; it is replaced where mamba-ssm is not installed.
 
-The recurrence is computed in chunks (SSD, https://arxiv.org/abs/2405.21060, section 6): within a chunk as a masked product of matrices,
+`l2norm` and `causal_conv1d` are called by Gated DeltaNet layers; they replace those of flash-linear-attention where it is not installed.
+
+Mamba2's recurrence is computed in chunks (SSD, https://arxiv.org/abs/2405.21060, section 6): within a chunk as a masked product of matrices,
 between chunks by one product with the decays from chunk to chunk. `torch.autograd` makes the backward. The memory of a layer grows with
 tokens x heads x chunk size. `torch.compile` fuses most of the rest.
 """
@@ -187,3 +189,30 @@ def mamba_chunk_scan_combined(
     steps = F.softplus(dt.to(dtype) + dt_bias.to(dtype))
     y = chunked_scan(x, steps, A.to(dtype), B, C, chunk_size) + x * D.to(dtype).view(heads, -1)
     return (y if z is None else y * F.silu(z.to(dtype))).to(x.dtype)
+
+
+def l2norm(x: torch.Tensor) -> torch.Tensor:
+    """Unit vectors along the last dimension, as those of ``fla.modules.l2norm``."""
+    return (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    cu_seqlens: None,
+    **states: object,
+) -> tuple[torch.Tensor, None]:
+    """Convolution and SiLU of (batch, tokens, channels), by weights (channels, taps), as ``fla.modules.convolution``; no state.
+
+    Raises:
+        ValueError: The sequences are packed, or the activation is another one.
+    """
+    if cu_seqlens is not None or activation not in ("silu", "swish") or any(states.values()):
+        raise ValueError(
+            "without flash-linear-attention, Gated DeltaNet layers train on sequences of one length, with SiLU"
+        )
+    tokens, (channels, taps) = x.shape[1], weight.shape
+    y = F.conv1d(x.transpose(1, 2), weight.unsqueeze(1), bias, padding=taps - 1, groups=channels)
+    return F.silu(y[..., :tokens]).transpose(1, 2), None
