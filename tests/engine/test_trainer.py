@@ -31,7 +31,13 @@ def built(name, platform):
 
 
 @pytest.mark.parametrize(
-    "case", mostly_slow(["tiny 96", "both 128", "tiny-granite-dense 64", "tiny-gdn 64"], "tiny 96", "both 128")
+    "case",
+    mostly_slow(
+        ["tiny 96", "both 128", "tiny-granite-dense 64", "tiny-gdn 64", "tiny-moe 64", "tiny-qwen3-next 64"],
+        "tiny 96",
+        "both 128",
+        "tiny-moe 64",
+    ),
 )
 def test_a_trainer_has_the_bits_of_the_engine(platform, case):
     """Answers over ends of chunks and of blocks; prompts of one token, and of several chunks."""
@@ -113,7 +119,6 @@ def test_a_forward_that_is_not_covered_is_one_line(platform, monkeypatch, what, 
 @pytest.mark.parametrize(
     ("name", "block", "match"),
     [
-        ("tiny-moe", 64, "expert"),
         ("tiny-mtp", 64, "predict drafts"),
         ("tiny", 64, "core attention Own: Own.forward would never be called"),
         ("tiny-gdn", 96, "block_size_tokens=96 is no multiple of 64"),
