@@ -45,13 +45,14 @@ from megatron_hybrid_prefix.upstream.overrides import lost_override
 class InvariantModel(HybridModel):
     """Turns the scope on for steps of an exact context."""
 
-    def forward(self, *args: Any, inference_context: Any = None, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Says which context a step is of, and whether a trainer's forward is to have a step's bits."""
+        inference_context = args[5] if len(args) > 5 else kwargs.get("inference_context")
         exact = bool(getattr(inference_context, "is_exact", False)) or is_whole(self, inference_context, args, kwargs)
         # After some recompilations a compiled function runs as it is written, with other bits: here it always does.
         compiles = exact and "torch._dynamo" in sys.modules
         with scope.invariant(exact), torch.compiler.set_stance("force_eager") if compiles else nullcontext():
-            return super().forward(*args, inference_context=inference_context, **kwargs)
+            return super().forward(*args, **kwargs)
 
 
 class InvariantColumns(ProductSeam):

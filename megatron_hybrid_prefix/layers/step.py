@@ -357,8 +357,7 @@ class DecodeStep:
         sizes = [("rings", max_requests, np.int64)]
         for grid in grids:
             size = grid.chunk_tokens
-            sizes += [(f"{name}{size}", sequences * size, np.int64) for name in ("entries", "rows")]
-            sizes += [(f"{name}{size}", sequences, np.int64) for name in ("last", "added", "sources", "filled")]
+            sizes += [(f"{name}{size}", sequences, np.int64) for name in ("added", "sources", "filled")]
         sizes += [(name, max_requests, np.int32) for name in ("positions", "origins", "ends")]
         sizes += [(f"bounds{grid.chunk_tokens}", sequences + 1, np.int32) for grid in grids]
         self._pinned, self._buffer, self._arrays, self._tensors = _allocate(sizes, device)
@@ -397,13 +396,9 @@ class DecodeStep:
         ends, real = positions + ahead + 1, ahead <= self.most_drafts[own]
         counts = np.where(real, ends - grid.begin(positions), 0)
         bounds = np.concatenate([[0], np.cumsum(counts)])
-        rows = np.repeat(np.arange(len(own)), counts)
         fills = real & (grid.begin(ends) == ends)
         values = {
             "bounds": (bounds, bounds[-1]),
-            "rows": (rows, 0),
-            "entries": (own[rows] * size + np.arange(len(rows)) - bounds[rows], 0),
-            "last": (bounds[1:] - 1, 0),
             "added": (np.where(real, own * size + counts - 1, NO_SLOT), NO_SLOT),
             "sources": (slots, 0),
             "filled": (np.where(fills, slots, NO_SLOT), NO_SLOT),
@@ -429,8 +424,7 @@ class DecodeStep:
         rows.chunks = {}
         count *= self._step_tokens
         for size in (grid.chunk_tokens for grid in self._grids):
-            lengths = {"bounds": count + 1, "entries": count * size, "rows": count * size}
-            lengths |= dict.fromkeys(("last", "added", "sources", "filled"), count)
+            lengths = {"bounds": count + 1} | dict.fromkeys(("added", "sources", "filled"), count)
             packed = {name: self._tensors[f"{name}{size}"][:length] for name, length in lengths.items()}
             packed |= {"first": self._first[: count + 1], "none": self._none[:count]}
             rows.chunks[size] = OpenChunks(**packed, step_tokens=self._step_tokens)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_hybrid_prefix.layers.base import put_before
+from megatron_hybrid_prefix.layers.base import LayerKind, put_before
+from megatron_hybrid_prefix.layers.components import OPEN_RINGS
 from megatron_hybrid_prefix.layers.invariant import invariant_problem, use_invariant_layers
 from megatron_hybrid_prefix.layers.kinds import recurrent_modules, use_slot_mixers
 from megatron_hybrid_prefix.layers.mamba2 import HybridPrefixMambaMixer
@@ -106,6 +107,8 @@ def _problem(model: torch.nn.Module, block_tokens: int) -> str | None:
     if any(hasattr(layer, "cudagraph_manager") for layer in hybrid.decoder.layers):
         return "layers are captured in CUDA graphs; build the model with cuda_graph_impl='none'"
     for kind, layer in recurrent_modules(model):
+        if kind.name not in OPEN_RINGS and type(kind).open_ring is LayerKind.open_ring:
+            return f"layers of kind {kind.name} have no decode with the bits of their prefill"
         if kind.whole_chunks and block_tokens % kind.chunk_tokens(layer):
             return f"block_size_tokens={block_tokens} is no multiple of {kind.chunk_tokens(layer)}, the chunk of {kind.name}"
         if isinstance(layer, MambaMixer) and (lost := lost_override(layer, WholeMamba, extends=True)) is not None:

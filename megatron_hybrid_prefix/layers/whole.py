@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,18 +23,21 @@ from megatron_hybrid_prefix.support.arithmetic import ceil_div
 from megatron_hybrid_prefix.upstream.invariant import InferenceMode, gather_vocabulary
 
 _ARGUMENTS = "input_ids", "position_ids", "attention_mask", "decoder_input", "labels"  # of a model's forward, by place
-_WHOLE: ContextVar[WholeSequences | None] = ContextVar("whole sequences", default=None)
+# By a model's id; and that of the running forward.
+_WHOLE: ContextVar[Mapping[int, WholeSequences]] = ContextVar("whole sequences", default=MappingProxyType({}))
+_RUNNING: ContextVar[WholeSequences | None] = ContextVar("whole sequences of a forward", default=None)
 
 
 def whole_sequences(inference_context: Any) -> WholeSequences | None:
-    """What a layer of the running forward computes by; None: it is no trainer's, or not of the model of `invariant_forward`."""
-    return _WHOLE.get() if inference_context is None and scope.is_on() else None
+    """What a layer of the running forward computes by; None: it is no trainer's, or not of a model of `invariant_forward`."""
+    return _RUNNING.get() if inference_context is None and scope.is_on() else None
 
 
 def is_whole(model: torch.nn.Module, inference_context: Any, args: Iterable[Any], named: Mapping[str, Any]) -> bool:
-    """Whether a model's forward is one of `invariant_forward`. ValueError: it is, and one of these arguments is not covered."""
-    whole = _WHOLE.get()
-    if inference_context is not None or whole is None or whole.model is not model:
+    """Whether a model's forward, which runs now, is one of `invariant_forward`. ValueError: it is, and an argument is not covered."""
+    whole = None if inference_context is not None else _WHOLE.get().get(id(model))
+    _RUNNING.set(whole)
+    if whole is None:
         return False
     whole.check(dict(zip(_ARGUMENTS, args, strict=False)) | dict(named))
     return True
@@ -58,7 +62,7 @@ class WholeSequences:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, forwards of the model without an inference context compute so."""
-        token = _WHOLE.set(self)
+        token = _WHOLE.set({**_WHOLE.get(), id(self.model): self})
         try:
             yield
         finally:
@@ -67,7 +71,9 @@ class WholeSequences:
     def check(self, given: Mapping[str, Any]) -> None:
         """Raise ValueError, in one line, if a forward's arguments are not covered."""
         config, mask = self.model.config, given.get("attention_mask")
-        drops = self.model.training and (config.hidden_dropout or config.attention_dropout)
+        layers = [config, *self.model.modules()]
+        drops = self.model.training and any(getattr(each, "hidden_dropout", 0) for each in layers)
+        empty = isinstance(given.get("input_ids"), torch.Tensor) and not given["input_ids"].numel()
         causal = mask is None or (mask == torch.ones_like(mask, dtype=torch.bool).triu(1)).all()
         for is_wrong, problem in (
             (InferenceMode.is_active(), "an engine runs; call engine.suspend() before"),
@@ -79,6 +85,8 @@ class WholeSequences:
                 given.get("packed_seq_params") is not None,
                 "packed_seq_params: give sequences as (batch, seq), right-padded",
             ),
+            (empty, "input_ids: there are none"),
+            (torch.is_autocast_enabled(next(self.model.parameters()).device.type), "autocast: an engine has none"),
             (not causal, "attention_mask: only None and the causal mask are covered"),
             (drops, "dropout: an engine has none; use 0, or model.eval()"),
         ):
@@ -173,5 +181,12 @@ class Recomputed(torch.autograd.Function):
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         outs = [out for out, grad in zip(outputs, grads, strict=True) if grad is not None]
         wanted, given = [x for x in inputs if x.requires_grad], [grad for grad in grads if grad is not None]
-        found = iter(torch.autograd.grad(outs, wanted, given, allow_unused=True))
+        hooks = [x._backward_hooks for x in wanted]
+        for x in wanted:  # hooks of weights run when this gradient comes to them
+            x._backward_hooks = None
+        try:
+            found = iter(torch.autograd.grad(outs, wanted, given, allow_unused=True))
+        finally:
+            for x, own in zip(wanted, hooks, strict=True):
+                x._backward_hooks = own
         return None, *(next(found) if x.requires_grad else None for x in inputs)

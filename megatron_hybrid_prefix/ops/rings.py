@@ -64,10 +64,7 @@ class OpenChunks(NamedTuple):
     Args:
         first: (rows + 1,) int64: each row is a sequence of one chunk.
         bounds: (rows + 1,) int32: a row's tokens, see `scan_by_slots`.
-        entries: (rows x chunk,) int64: the entry of a ring that a packed token is, in rings that lie one after another.
-        rows: (rows x chunk,) int64: the row of a packed token.
-        last: (rows,) int64: where its new token is among the packed ones.
-        added: (rows,) int64: which entry the new token becomes; negative: none.
+        added: (rows,) int64: which entry the new token becomes, in rings that lie one after another; negative: none.
         sources: (rows,) int64: the slot of the state before the chunk.
         filled: (rows,) int64: the slot for the state after the chunk, if the token fills it; else negative.
         none: (rows,) int64, negative.
@@ -76,9 +73,6 @@ class OpenChunks(NamedTuple):
 
     first: torch.Tensor
     bounds: torch.Tensor
-    entries: torch.Tensor
-    rows: torch.Tensor
-    last: torch.Tensor
     added: torch.Tensor
     sources: torch.Tensor
     filled: torch.Tensor
@@ -91,6 +85,18 @@ class OpenChunks(NamedTuple):
         copy_slots(new[None], entries[None], self.first[:-1], self.added)
         return entries
 
+    @property
+    def last(self) -> torch.Tensor:
+        """(rows,) int64: where its new token is among the packed ones: for the PyTorch versions, as the next two."""
+        return self.bounds[1:].long() - 1
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """(tokens + 1,) int64: the row of a packed token. The last one is none, so that there is one."""
+        counts = self.bounds.diff().long()
+        owners = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        return torch.nn.functional.pad(owners, (0, 1))
+
     def with_new(self, ring: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Adds each row's token to a ring, and packs the chunks.
 
@@ -99,9 +105,11 @@ class OpenChunks(NamedTuple):
             new: (rows, *shape), contiguous inside a row.
 
         Returns:
-            (rows x chunk, *shape); undefined after the last token.
+            (tokens + 1, *shape); undefined after the last token.
         """
-        return self.add(ring, new)[self.entries]
+        rows, entries = self.rows, self.add(ring, new)
+        behind = self.last[rows] - torch.arange(len(rows), device=rows.device)
+        return entries[(self.added[rows] - behind).clamp(0, len(entries) - 1)]
 
     @property
     def slots(self) -> dict[str, torch.Tensor]:

@@ -190,6 +190,20 @@ def test_a_score_has_the_bits_of_what_was_generated(request, name):
     harness.check_drained()
 
 
+@pytest.mark.parametrize(
+    ("given", "fields", "why"),
+    [
+        ([5], {}, "two tokens or more, not 1"),
+        (tokens(0, 400, seed=1), {"max_tokens": 288}, "400 tokens have no score here: TokenOverflowError"),
+        ([5, 6], {"materialize_only_last_token_logits": True}, "set materialize_only_last_token_logits=False"),
+    ],
+)
+def test_what_has_no_score_is_one_line(tiny, given, fields, why):
+    harness = exact_harness(tiny, **fields)
+    with pytest.raises(ValueError, match=f"^.*{why}.*$"):
+        harness.engine.score(given)
+
+
 def test_a_preempted_request_does_not_decode_again(tiny):
     """It prefills what it had decoded after its last cached block, however often."""
     harness = exact_harness(tiny, blocks=15)

@@ -58,6 +58,27 @@ def test_chunks_of_other_blocks_are_noticed(platform):
         assert differ(found, log_probs(forward(model, tokens), tokens)) > 0
 
 
+def test_two_models_side_by_side_and_hooks_of_weights(platform):
+    """A policy and its reference; a weight's hook runs once."""
+    tokens = torch.randint(512, (1, 70), generator=torch.Generator().manual_seed(0))
+    models = [build_hybrid_model(named("tiny"), seed=seed, platform=platform).requires_grad_() for seed in (0, 1)]
+    with torch.no_grad():
+        plain = [forward(model, tokens) for model in models]
+    with invariant_forward(models[0]) as log_probs:
+        alone = log_probs(forward(models[0], tokens), tokens)
+        wanted = gradients(models[0], alone)
+        with invariant_forward(models[1]) as others:
+            both = log_probs(forward(models[0], tokens), tokens), others(forward(models[1], tokens), tokens)
+        assert torch.equal(both[0], alone) and not torch.equal(both[1], alone)
+        assert not torch.equal(forward(models[0], tokens), plain[0])
+        assert torch.equal(forward(models[1], tokens), plain[1])
+        name, weight = next((name, x) for name, x in models[0].named_parameters() if not name.startswith("embedding."))
+        handle = weight.register_hook(lambda grad: 2 * grad)
+        found = gradients(models[0], log_probs(forward(models[0], tokens), tokens))
+        handle.remove()
+        assert torch.equal(found[name], 2 * wanted[name])
+
+
 def fresh(x):
     """A value of a layer's arguments, as the input of another graph."""
     return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
@@ -100,6 +121,9 @@ def test_the_gradient_of_a_layer_is_that_of_megatrons_forward_at_the_same_inputs
         ("labels: ", {"labels": torch.zeros(1, 4, dtype=torch.long)}),
         ("packed_seq_params: ", {"packed_seq_params": object()}),
         ("dropout: ", "train"),
+        ("dropout: ", "layer"),
+        ("autocast: ", "autocast"),
+        ("input_ids: ", {"input_ids": torch.zeros(0, 4, dtype=torch.long)}),
         ("an engine runs; call engine.suspend", "engine"),
     ],
 )
@@ -109,11 +133,14 @@ def test_a_forward_that_is_not_covered_is_one_line(platform, monkeypatch, what, 
         model(tokens, tokens, torch.ones(1, 1, 4, 4, dtype=torch.bool).triu(1))
         if change == "train":
             model.config.hidden_dropout = 0.1
+        if change == "layer":
+            model.decoder.layers[1].hidden_dropout = 0.1
         if change == "engine":
             monkeypatch.setattr(InferenceMode, "is_active", lambda: True)
         fields = {"attention_mask": None} | (change if isinstance(change, dict) else {})
-        with pytest.raises(ValueError, match=f"^invariant_forward: {what}.*$"):
-            model(tokens, tokens, **fields)
+        given, cast = fields.pop("input_ids", tokens), torch.autocast("cpu", torch.bfloat16, change == "autocast")
+        with pytest.raises(ValueError, match=f"^invariant_forward: {what}.*$"), cast:
+            model(given, tokens, **fields)
 
 
 @pytest.mark.parametrize(

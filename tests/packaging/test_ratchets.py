@@ -32,11 +32,11 @@ _ROOT = Path(megatron_hybrid_prefix.__file__).parent
 LOOK_AT_WEIGHTS = {"mcore/state/weights.py", "ops/samples.py"}  # once after idle time, whatever the prompt
 MOST = {
     "lines: core": 9_665,
-    "lines: mcore": 7_035,
+    "lines: mcore": 7_044,
     "lines: upstream and platform": 6_016,
     "lines: serve, cli and console": 7_195,
-    "lines: package": 46_198,
-    "lines: tests": 53_115,
+    "lines: package": 46_228,
+    "lines: tests": 53_166,
     "files: cold": 42,
     "files: hit": 42,
     "files: host": 50,

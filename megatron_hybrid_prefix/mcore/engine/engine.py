@@ -357,12 +357,20 @@ class HybridPrefixEngine(EngineSeam):
             Of each token but the first.
 
         Raises:
-            ValueError: The tokens are wrong, or the engine has logits of last tokens alone (``materialize_only_last_token_logits``).
+            ValueError: The tokens are wrong, or more than a step or a sequence takes; or the engine has logits of last tokens alone
+                (``materialize_only_last_token_logits``).
         """
+        if len(tokens) < 2:
+            raise ValueError(f"a score needs two tokens or more, not {len(tokens)}")
+        if self.context.config.materialize_only_last_token_logits:
+            raise ValueError("a score needs logits of all tokens: set materialize_only_last_token_logits=False")
         params = SamplingParams(return_log_probs=True, skip_prompt_log_probs=False, num_tokens_total=len(tokens))
         params.num_tokens_to_generate = None
         (record,) = self.generate([list(tokens)], params)
-        found: list[float] = record.merge().prompt_log_probs
+        found: list[float] | None = record.merge().prompt_log_probs
+        if found is None or len(found) != len(tokens) - 1:
+            why = [repr(event.payload) for event in record[-1].events if event.payload is not None]
+            raise ValueError(f"{len(tokens)} tokens have no score here: {', '.join(why) or record[-1].status}")
         return found
 
     def explain(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Explanation:

@@ -22,6 +22,7 @@ _CHUNK_WORDS = 2**24  # 128 MiB of weights at a time
 # What kernels are, and are compiled by; and variables that change the code that runs.
 _PACKAGES = "triton", "flash-attn-4", "nvidia-cutlass-dsl", "mamba-ssm", "causal-conv1d"
 _OF_TRITON = "TRITON_F32_DEFAULT", "TRITON_DEFAULT_FP_FUSION"
+_PROCESSOR = "model name", "flags", "Features", "CPU part"  # the last two: of ARM
 _OF_PROCESSOR = "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"
 
 
@@ -85,7 +86,7 @@ def conditions_of_bits(device: torch.device) -> list[object]:
         return ["bits", torch.__version__, versions, variables, machine]
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    processor = sorted({line for line in lines if line.startswith(("model name", "flags"))}), torch.get_num_threads()
+    processor = sorted({line for line in lines if line.startswith(_PROCESSOR)}), torch.get_num_threads()
     variables = [(name, os.environ.get(name)) for name in _OF_PROCESSOR]
     return ["bits", torch.__version__, versions, variables, torch.backends.cpu.get_cpu_capability(), processor]
 
