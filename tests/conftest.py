@@ -7,6 +7,7 @@ tests start. Rounding depends on it: see ``scripts/instruction_sets.sh``.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Generator
 from typing import Any
@@ -71,6 +72,14 @@ def platform():
     started = ensure_platform(device="cpu")
     gc.freeze()  # megatron collects at each suspension, and would look at all modules and tests: 0.15 s
     return started
+
+
+@pytest.fixture(scope="module", autouse=True)
+def levels_of_logs(request):
+    """Those of a new process. ``serve`` sets others, and tests of the server share a process with the rest."""
+    if "serve" not in request.path.parts:
+        logging.getLogger().setLevel(logging.WARNING)
+        logging.getLogger("megatron_hybrid_prefix").setLevel(logging.NOTSET)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -23,15 +22,6 @@ def figures_of_now() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(app, "_SNAPSHOT_S", HANG_S)
         yield
-
-
-@pytest.fixture(scope="package", autouse=True)
-def levels_of_logs() -> Iterator[None]:
-    """``serve`` sets them for its process, which has other tests, too."""
-    levels = {logger: logger.level for logger in map(logging.getLogger, (None, "megatron_hybrid_prefix"))}
-    yield
-    for logger, level in levels.items():
-        logger.setLevel(level)
 
 
 @pytest.fixture(scope="package")
