@@ -20,7 +20,7 @@ from megatron_hybrid_prefix.ops.invariant import scope
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
-from megatron_hybrid_prefix.upstream.invariant import InferenceMode, gather_vocabulary
+from megatron_hybrid_prefix.upstream.invariant import InferenceMode, gather_vocabulary, without_hooks
 
 _ARGUMENTS = "input_ids", "position_ids", "attention_mask", "decoder_input", "labels"  # of a model's forward, by place
 # By a model's id; and that of the running forward.
@@ -181,12 +181,6 @@ class Recomputed(torch.autograd.Function):
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         outs = [out for out, grad in zip(outputs, grads, strict=True) if grad is not None]
         wanted, given = [x for x in inputs if x.requires_grad], [grad for grad in grads if grad is not None]
-        hooks = [x._backward_hooks for x in wanted]
-        for x in wanted:  # hooks of weights run when this gradient comes to them
-            x._backward_hooks = None
-        try:
+        with without_hooks(wanted):  # those of weights run when this gradient comes to them
             found = iter(torch.autograd.grad(outs, wanted, given, allow_unused=True))
-        finally:
-            for x, own in zip(wanted, hooks, strict=True):
-                x._backward_hooks = own
         return None, *(next(found) if x.requires_grad else None for x in inputs)

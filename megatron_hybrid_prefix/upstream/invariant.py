@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,3 +59,16 @@ class SelfAttentionSeam(SelfAttention):
     def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor | None:
         """``x`` times the sigmoid of its gate; None: megatron's."""
         raise NotImplementedError
+
+
+@contextmanager
+def without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, a gradient that comes to them runs none of their hooks."""
+    hooks = [x._backward_hooks for x in tensors]
+    for x in tensors:
+        x._backward_hooks = None
+    try:
+        yield
+    finally:
+        for x, own in zip(tensors, hooks, strict=True):
+            x._backward_hooks = own

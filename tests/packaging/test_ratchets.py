@@ -33,10 +33,10 @@ LOOK_AT_WEIGHTS = {"mcore/state/weights.py", "ops/samples.py"}  # once after idl
 MOST = {
     "lines: core": 9_665,
     "lines: mcore": 7_044,
-    "lines: upstream and platform": 6_016,
+    "lines: upstream and platform": 6_031,
     "lines: serve, cli and console": 7_195,
-    "lines: package": 46_228,
-    "lines: tests": 53_166,
+    "lines: package": 46_237,
+    "lines: tests": 53_165,
     "files: cold": 42,
     "files: hit": 42,
     "files: host": 50,
