@@ -32,7 +32,6 @@ from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, check_heads
 from megatron_hybrid_prefix.ops.gated_norm import gated_rms_norm
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, flush_windows
 from megatron_hybrid_prefix.ops.rings import OpenRows, RingRows
-from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.pool.layout import StateComponent
 from megatron_hybrid_prefix.upstream.delta_net import GatedDeltaNet
 from megatron_hybrid_prefix.upstream.overrides import is_known
@@ -206,11 +205,11 @@ class GatedDeltaNetKind(LayerKind):
         self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: Mapping[str, RingRows]
     ) -> None:
         flush_windows(states[GDN_CONV], ring["gdn_recent"], rows[GDN_CONV])
-        state, own = states[GDN_STATE], rows[GDN_STATE]
-        if "gdn_values" in ring:  # the state is there
-            copy_slots(state[None], state[None], own.slots, own.kept)
+        state = states[GDN_STATE]
+        if "gdn_values" in ring:  # it is there
+            super().flush({GDN_STATE: state}, {}, rows)
         else:
-            flush_delta_rule(state, ring["gdn_keys"], ring["gdn_written"], ring["gdn_decays"], own)
+            flush_delta_rule(state, ring["gdn_keys"], ring["gdn_written"], ring["gdn_decays"], rows[GDN_STATE])
 
     def invalidate(self, module: torch.nn.Module) -> None:
         """Nothing is derived from weights."""

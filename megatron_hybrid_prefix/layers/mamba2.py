@@ -17,7 +17,6 @@ from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_co
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, flush_states, flush_windows, update_states
 from megatron_hybrid_prefix.ops.mamba_scan import continue_scan, scan_by_slots
 from megatron_hybrid_prefix.ops.rings import OpenRows, RingRows
-from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.pool.layout import StateComponent
 from megatron_hybrid_prefix.upstream.mixer import MambaMixer, StepSeam, refresh_decode_parameters
 
@@ -152,11 +151,10 @@ class Mamba2(LayerKind):
         self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: Mapping[str, RingRows]
     ) -> None:
         flush_windows(states["conv"], ring["conv_recent"], rows["conv"])
-        state, own = states["ssm"], rows["ssm"]
         if "ssm_dt" in ring:  # the state is there
-            copy_slots(state[None], state[None], own.slots, own.kept)
+            super().flush({"ssm": states["ssm"]}, {}, rows)
         else:
-            flush_states(state, ring["ssm_inputs"], ring["ssm_steps"], own)
+            flush_states(states["ssm"], ring["ssm_inputs"], ring["ssm_steps"], rows["ssm"])
 
     def invalidate(self, module: torch.nn.Module) -> None:
         refresh_decode_parameters(module)

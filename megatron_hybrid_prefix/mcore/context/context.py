@@ -318,10 +318,10 @@ class HybridPrefixContext(SlotContext):
         self.decisions.compare()
         return super().initialize_attention_state(*args, **kwargs)
 
-    def prefill_span(self, request_id: int, start_tokens: int, tokens: int, live_row: int) -> PrefillSpan:
+    def prefill_span(self, request_id: int, start_tokens: int, tokens: int, live_row: int, ring: int) -> PrefillSpan:
         """By the cache's plan."""
         if request_id not in self._step.parts:  # rows that warm up CUDA graphs
-            return super().prefill_span(request_id, start_tokens, tokens, live_row)
+            return super().prefill_span(request_id, start_tokens, tokens, live_row, ring)
         _, plan = self._step.parts[request_id]
         row_of = self.states.memory.row
         return PrefillSpan(
@@ -330,6 +330,7 @@ class HybridPrefixContext(SlotContext):
             source_slot=live_row if plan.source_slot is None else row_of(plan.source_slot),
             live_slot=live_row,
             kept={kept.position_tokens: row_of(kept.slot) for kept in plan.checkpoints},
+            ring=ring,
         )
 
     def transfer_bookkeeping_to_gpu(self, skip_token_input_ids: bool = False, record_done_event: bool = False) -> Any:

@@ -202,11 +202,8 @@ class SlotContext(ContextSeam, NoCache):
         lengths = self.request_query_lengths[active]
         spans, slots = [], self.live_rows(live)
         if prefills := sizes.prefill_req_count:  # they come last
-            columns = [column[-prefills:].tolist() for column in (self.request_ids[active], begins, lengths, slots)]
+            columns = [x[-prefills:].tolist() for x in (self.request_ids[active], begins, lengths, slots, live)]
             spans = [self.prefill_span(*values) for values in zip(*columns, strict=True)]
-            if self.states.step.is_open:
-                rings = live[-prefills:].tolist()
-                spans = [dataclasses.replace(span, ring=ring) for span, ring in zip(spans, rings, strict=True)]
         of_rows = [column.numpy() for column in (live, begins, lengths, slots)]
         self.states.decodes.prepare(*of_rows, decodes=sizes.decode_req_count)
         if padded.prefill_req_count:
@@ -218,9 +215,11 @@ class SlotContext(ContextSeam, NoCache):
         if prefills:
             self.states.step.show()
 
-    def prefill_span(self, request_id: int, start_tokens: int, tokens: int, live_row: int) -> PrefillSpan:
+    def prefill_span(self, request_id: int, start_tokens: int, tokens: int, live_row: int, ring: int) -> PrefillSpan:
         """What a request computes in this step."""
-        return PrefillSpan(start_tokens=start_tokens, tokens=tokens, source_slot=live_row, live_slot=live_row)
+        return PrefillSpan(
+            start_tokens=start_tokens, tokens=tokens, source_slot=live_row, live_slot=live_row, ring=ring
+        )
 
     def transfer_bookkeeping_to_gpu(self, skip_token_input_ids: bool = False, record_done_event: bool = False) -> Any:
         """Rows of states are copied first, so upstream's event covers them, too."""
