@@ -106,7 +106,7 @@ run() {
 pip_download() {
   # For the target host, not for this machine. pip needs each platform tag by name.
   local platforms=() minor
-  for minor in 5 12 17 18 24 26 27 28; do platforms+=(--platform "manylinux_2_${minor}_x86_64"); done
+  for minor in {5..35}; do platforms+=(--platform "manylinux_2_${minor}_x86_64"); done # 35: Ubuntu 22.04
   platforms+=(--platform manylinux1_x86_64 --platform manylinux2010_x86_64 --platform manylinux2014_x86_64)
   run "$python" -m pip download --no-input --disable-pip-version-check --no-deps --only-binary :all: \
     --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none "${platforms[@]}" --dest "$dir" "$@"
