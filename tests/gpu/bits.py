@@ -173,7 +173,7 @@ def main(options):
         engines["drafts"] = tight, {"num_speculative_tokens": drafts}
         engines["drafts in graphs"] = plenty, engines["graphs"][1] | {"num_speculative_tokens": drafts}
     engines["control"] = plenty, {}
-    if not cuda:
+    if not cuda or (config.num_moe_experts and config.dtype != "bfloat16"):  # those are refused
         engines = {name: engine for name, engine in engines.items() if "graphs" not in name}
     with torch.inference_mode():
         alone = build_engine(model, HybridPrefixConfig(exact="bits", **plenty), **fields)

@@ -5,7 +5,8 @@
 A way is an engine and what its CUDA graphs capture, such as ``off-layer``, ``ours-block``, ``ours-layer-async`` or
 ``off-layer-fp32`` (states in float32; else as the parameters), ``ours-block-bits`` (``exact="bits"``) or ``ours-block-drafts`` (3 of them, by attention, all
 of which are accepted: the head's weights are zero). "off" is megatron-core without caching, by its own classes.
-``step``: milliseconds of a step, over ``--steps`` steps without a profiler. ``busy``: time in which a kernel ran, with one.
+``step``: milliseconds of a step, over ``--steps`` steps without a profiler: of a chunk, so each row writes its state as often as
+it does in the mean. ``busy``: time in which a kernel ran, with one.
 ``floor``: (weights but the input embedding + states read and written + KV read) / bandwidth of a plain copy, measured here.
 ``--graphs 0``: none; ``--kernels 9`` lists so many kernels and gaps. ``--preset tiny --device cpu --rows 2 --tokens 40`` tries the script.
 """
@@ -139,7 +140,7 @@ class Engine:
         return step_ms, busy, parts, kernels, gaps
 
 
-OPTIONS = {"preset": "hybrid-4b", "rows": "1,8,32,64,128,256", "tokens": 600, "steps": 32, "graphs": 16, "kernels": 0}
+OPTIONS = {"preset": "hybrid-4b", "rows": "1,8,32,64,128,256", "tokens": 600, "steps": 128, "graphs": 16, "kernels": 0}
 
 
 def main(args) -> None:
