@@ -62,12 +62,18 @@ def check_heads(dtype: torch.dtype, key_size: int, value_size: int) -> None:
         raise ValueError(f"heads of {key_size} key and {value_size} value channels in {dtype}: use multiples of 16")
 
 
-def launch_options(dtype: torch.dtype, key_size: int, value_size: int, *, normalise: bool) -> Launch:
-    """Tiles, warps and pipeline stages for inputs of this type and heads of these sizes, which `check_heads` accepts."""
+def launch_options(
+    dtype: torch.dtype, key_size: int, value_size: int, *, normalise: bool, opened: bool = False
+) -> Launch:
+    """Tiles, warps and pipeline stages for inputs of this type and heads of these sizes, which `check_heads` accepts.
+
+    ``opened``: for the open chunks of a decode. A tile of other columns gives an element the same bits, other warps do not.
+    """
     least = 16 if dtype == torch.float32 else 64  # rows of an instruction on tensor cores
     block_k, block_v = (max(least, triton.next_power_of_2(size)) for size in (key_size, value_size))
     row_bytes = block_k * dtype.itemsize
     shared: dict[str, Any] = {"K": key_size, "V": value_size, "BLOCK_K": block_k, "WIDTH_V": block_v, "CHUNK": CHUNK}
+    shared["OPEN"] = opened
     prepare: dict[str, Any] = {"NORMALISE": normalise, "PART": PART}
     if dtype == torch.float32:
         # No tensor cores. The compiler unrolls these products: smaller tiles, on more threads, keep that short.
@@ -81,6 +87,8 @@ def launch_options(dtype: torch.dtype, key_size: int, value_size: int, *, normal
         # lie in shared memory. These are the fastest of those tried on an H200, with heads of 128 x 128.
         prepare |= {"num_warps": 4, "maxnreg": 168} if row_bytes <= 256 else {"num_warps": 8}
         columns, pass_warps, stages = (32, 4, 3) if row_bytes <= 256 else (16, 4, 2) if row_bytes <= 512 else (16, 8, 1)
+    if opened:
+        columns, stages = columns if dtype == torch.float32 else 64, 1
     pass_on = {"BLOCK_V": columns, "num_warps": pass_warps, "num_stages": stages}
     return Launch(prepare=shared | prepare, pass_on=shared | pass_on)
 
@@ -116,11 +124,10 @@ def scan_by_kernels(
     outputs = (
         torch.empty(v.shape, dtype=v.dtype, device=v.device) if added is None else v.new_zeros(chunks, *v.shape[1:])
     )
-    opened = {"OPEN": added is not None}
     q, k, v = (_aligned(tensor) for tensor in (q, k, v))
     log_decay, beta = log_decay.contiguous(), beta.contiguous()
     assert states[0].is_contiguous()
-    options = launch_options(v.dtype, key_size, value_size, normalise=normalise)
+    options = launch_options(v.dtype, key_size, value_size, normalise=normalise, opened=added is not None)
 
     def by_chunk(*shape: int, dtype: torch.dtype = v.dtype) -> torch.Tensor:
         return torch.empty(chunks, heads, *shape, dtype=dtype, device=v.device)
@@ -151,7 +158,7 @@ def scan_by_kernels(
         EPSILON,
         heads,
         key_heads,
-        **options.prepare | opened,
+        **options.prepare,
     )
     # Not autotuned: a kernel that writes slots in place must not be run more often than asked for.
     _pass_kernel[(triton.cdiv(value_size, options.pass_on["BLOCK_V"]), heads, source_slots.shape[0])](
@@ -175,7 +182,7 @@ def scan_by_kernels(
         states.stride(0),
         heads,
         key_heads,
-        **options.pass_on | opened | ({} if added is None else {"num_stages": 1}),
+        **options.pass_on,
     )
     return outputs
 
@@ -312,7 +319,9 @@ def _prepare_kernel(
     chunks = tl.num_programs(1)
     start, end = tl.load(bounds_ptr + chunk).to(tl.int64), tl.load(bounds_ptr + chunk + 1).to(tl.int64)
     inside, part, parts = tl.arange(0, CHUNK), tl.arange(0, PART), tl.arange(0, PARTS)
-    for first in range(tl.load(bounds_ptr + chunks).to(tl.int64) + chunk * PART, tokens, chunks * PART):
+    entry = tl.load(added_ptr + chunk) if OPEN else 0
+    behind = tokens if OPEN else tl.load(bounds_ptr + chunks).to(tl.int64) + chunk * PART
+    for first in range(behind, tokens, chunks * PART):
         row = first + part
         for column in tl.static_range(0, V, TILE_V):
             in_v = column + tl.arange(0, TILE_V)
@@ -326,7 +335,7 @@ def _prepare_kernel(
     count = (end - start).to(tl.int32)
     filled, asked, q_start, kept = inside < count, inside < count, start, None
     if OPEN:
-        start, q_start = tl.load(added_ptr + chunk) + 1 - count, chunk + 1 - count
+        start, q_start = entry + 1 - count, chunk + 1 - count
         asked, kept = inside == count - 1, filled[:, None]
     of_gates = start * heads + head + inside * heads
     log_decay = tl.load(log_decay_ptr + of_gates, mask=filled, other=0.0)
@@ -370,12 +379,15 @@ def _prepare_kernel(
     inverse = tl.where((parts[:, None] == parts[None, :])[:, None, :, None], inverse, 0.0)
     diagonal = tl.reshape(inverse, [CHUNK, CHUNK])
 
-    below = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decayed * (beta * unit_k)[:, None]
-    below = tl.where((inside // PART)[:, None] > (inside // PART)[None, :], below, 0.0)
-    below = tl.dot(diagonal, below, input_precision=MERGE)
-    inverse = diagonal - tl.dot(below, diagonal, input_precision=MERGE)
-    below = tl.dot(below, below, input_precision=MERGE)
-    inverse += tl.dot(below, inverse, input_precision=MERGE)
+    inverse = diagonal
+    if not OPEN or count > PART:  # else nothing is below the blocks
+        below = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decayed * (beta * unit_k)[:, None]
+        below = tl.where((inside // PART)[:, None] > (inside // PART)[None, :], below, 0.0)
+        below = tl.dot(diagonal, below, input_precision=MERGE)
+        inverse = diagonal - tl.dot(below, diagonal, input_precision=MERGE)
+        if not OPEN or count > 2 * PART:  # else its square is zero
+            below = tl.dot(below, below, input_precision=MERGE)
+            inverse += tl.dot(below, inverse, input_precision=MERGE)
 
     left = (inverse * beta[None, :]).to(dtype)
     for column in tl.static_range(0, WIDTH_V, TILE_V):
@@ -444,20 +456,25 @@ def _pass_kernel(
     of_key_head = head // (heads // key_heads) * K
     of_factors = factors_ptr + inside
 
-    first, last = tl.load(first_chunks_ptr + sequence), tl.load(first_chunks_ptr + sequence + 1)
+    first, last, entry, filled = sequence.to(tl.int64), sequence.to(tl.int64) + 1, 0, -1
+    if OPEN:  # of one chunk: nothing that is read says where other reads are, but these
+        entry, filled = tl.load(added_ptr + sequence), tl.load(live_slots_ptr + sequence)
+    else:
+        first, last = tl.load(first_chunks_ptr + sequence), tl.load(first_chunks_ptr + sequence + 1)
     source = tl.load(source_slots_ptr + sequence)
-    state = tl.load(of_head + source * stride_slot + in_state, mask=mask, other=0.0).to(tl.float32)
     # All chunks but the first and the last are full: where they start is not looked up, so loads can run ahead. What is
     # looked up for a chunk is loaded while the one before it is computed. Of an empty chunk nothing is prepared.
     begin, second = tl.load(bounds_ptr + first).to(tl.int64), tl.load(bounds_ptr + first + 1).to(tl.int64)
     stop = tl.load(bounds_ptr + last).to(tl.int64)
-    last = tl.where(begin < second, last, first)
+    if not OPEN:
+        last = tl.where(begin < second, last, first)
     cell = first * heads + head
     some = first < last
     decay = tl.load(decays_ptr + cell, mask=some, other=0.0)
     slot = tl.load(chunk_slots_ptr + first, mask=some, other=-1)
     f_queries = tl.load(of_factors + cell * 2 * CHUNK, mask=some & (inside >= 0), other=0.0)
     f_keys = tl.load(of_factors + (cell * 2 + 1) * CHUNK, mask=some & (inside >= 0), other=0.0)
+    state = tl.load(of_head + source * stride_slot + in_state, mask=mask, other=0.0).to(tl.float32)
     for chunk in range(first, last):
         cell = chunk * heads + head
         more = chunk + 1 < last
@@ -471,10 +488,9 @@ def _pass_kernel(
         asked, kept, of_last, zero, q_start, full = inside < count, None, None, None, start, True
         of_asked = of_against | (row < count)
         if OPEN:
-            start, q_start = tl.load(added_ptr + chunk) + 1 - count, chunk + 1 - count
+            start, q_start = entry + 1 - count, chunk + 1 - count
             asked, kept, zero = inside == count - 1, (inside < count)[:, None], 0.0
-            of_last, slot = asked[:, None], tl.load(live_slots_ptr + sequence)
-            full = slot >= 0
+            of_last, full = asked[:, None], filled >= 0
             of_asked = tl.where(of_against, row < count, row == count - 1)
         of_rows = tl.where(
             of_against,
@@ -482,9 +498,11 @@ def _pass_kernel(
             q_ptr + q_start * stride_q + of_key_head + row * stride_q,
         )
         rows = tl.load(of_rows[:, None] + in_k[None, :], mask=of_asked[:, None] & k_mask[None, :], other=0.0)
+        values = tl.load(values_ptr + cell * CHUNK * WIDTH_V + in_values, mask=kept, other=zero).to(tl.float32)
+        scores = tl.load(scores_ptr + cell * CHUNK * CHUNK + in_scores, mask=of_last, other=zero)
         both = tl.reshape(tl.dot(rows, state.to(dtype), input_precision=PRECISION), [2, CHUNK, BLOCK_V])
         known, out = tl.split(tl.permute(both, (1, 2, 0)))
-        values = tl.load(values_ptr + cell * CHUNK * WIDTH_V + in_values, mask=kept, other=zero).to(tl.float32) - known
+        values -= known
         if full:
             keys = tl.load(
                 k_ptr + start * stride_k + of_key_head + inside[None, :] * stride_k + in_k[:, None],
@@ -494,10 +512,9 @@ def _pass_kernel(
             written = (values * f_keys[:, None]).to(dtype)
             after = tl.dot(keys, written, state * decay, input_precision=PRECISION)
             if OPEN:
-                tl.store(of_head + slot * stride_slot + in_state, after.to(kept_dtype), mask=mask)
+                tl.store(of_head + filled * stride_slot + in_state, after.to(kept_dtype), mask=mask)
             else:
                 state = after
-        scores = tl.load(scores_ptr + cell * CHUNK * CHUNK + in_scores, mask=of_last, other=zero)
         out = tl.dot(scores, values.to(dtype), out * f_queries[:, None], input_precision=PRECISION)
         tl.store(
             out_ptr + (q_start * heads + head) * V + in_out,

@@ -104,13 +104,17 @@ def test_scan_of_open_chunks(name, tmp_path):
     ("name", "dtype", "size", "is_open"),
     [
         *((name, torch.bfloat16, size, False) for name in DELTA_RULE for size in (16, 64, 80, 128)),
-        *((name, torch.bfloat16, 128, True) for name in DELTA_RULE),
-        *(("_pass_kernel", dtype, 256, False) for dtype in (torch.bfloat16, torch.float32)),
+        *((name, torch.bfloat16, size, True) for name in DELTA_RULE for size in (16, 64, 80, 128)),
+        *(
+            ("_pass_kernel", dtype, 256, opened)
+            for dtype in (torch.bfloat16, torch.float32)
+            for opened in (False, True)
+        ),
     ],
 )
 def test_delta_rule(name, dtype, size, is_open, tmp_path):
-    launch = dict(getattr(delta_rule_triton.launch_options(dtype, size, size, normalise=True), DELTA_RULE[name]))
-    launch |= {"OPEN": is_open} | ({"num_stages": 1} if is_open else {})
+    chosen = delta_rule_triton.launch_options(dtype, size, size, normalise=True, opened=is_open)
+    launch = dict(getattr(chosen, DELTA_RULE[name]))
     options = {key: launch.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in launch}
     inputs = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
 
