@@ -33,6 +33,7 @@ from tests.harness.hf_helpers import (
     run_folders,
 )
 from tests.harness.hf_state_dict import copy_hf_weights
+from tests.harness.lifecycle_helpers import BLOCK, EngineHarness
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +83,19 @@ def test_logits_tokens_and_log_probs(platform, references, folder):
         assert gap <= 1e-4, f"prompt of {len(case['tokens'])} tokens"
     for number, request in answers_of_a_batch(model, reference).items():
         assert_same_answer(request, reference["cases"][number])
+
+
+@pytest.mark.parametrize("kind", ["bamba", "qwen3_5_moe", "qwen3_5_moe_images"])
+def test_rotations_go_on_from_what_is_kept(platform, references, kind):
+    """With YaRN; a prompt whose first blocks are kept has the same answer."""
+    folder, reference = next((folder, found) for folder, found in references.items() if folder.name == kind)
+    served = EngineHarness(build_hybrid_model(hf=folder, platform=platform), materialize_only_last_token_logits=False)
+    for again in (False, True):
+        for case in reference["cases"]:
+            prompt = case["tokens"][: case["length"]]
+            request = served.send(prompt, count=NEW_TOKENS, params={"skip_prompt_log_probs": False})
+            assert_same_answer(request, case)
+            assert request.num_cached_tokens == again * (len(prompt) - 1) // BLOCK * BLOCK
 
 
 def test_transformers_reads_what_is_saved(platform, references):
