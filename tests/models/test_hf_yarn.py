@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from dataclasses import replace
@@ -28,19 +29,7 @@ ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 PUBLISHED = ROPE | {"original_max_position_embeddings": 262144, "rope_theta": 10_000_000}  # on Qwen3-Next's model card
 OTHERS = "linear", "dynamic", "longrope", "llama3", "proportional"
 NO_YARN = {"yarn_factor": None, "yarn_original_length": 0}
-
-
-def config_of(name, changes):
-    """Of a file with these changes: transformers' config, and dimensions. ``...`` takes a name away."""
-    family = FIELDS[name]
-    data = {**family.given, "position_embedding_type": "rope", "max_position_embeddings": 2048, **changes}
-    # A config changes what it is given.
-    text = json.dumps({key: value for key, value in data.items() if value is not ...})
-    theirs = getattr(transformers, name)(**json.loads(text))
-    return theirs, dimensions_of(json.loads(text) | {"model_type": family.model_type}, "c")
-
-
-# Names of a file; `ROPE` is in rope_parameters where they say no other.
+# Names of a file; ROPE is in rope_parameters where they say no other. ``...`` takes a name away.
 SPELLINGS = [
     {},
     {"rope_parameters": PUBLISHED},
@@ -60,15 +49,19 @@ SPELLINGS = [
 @pytest.mark.parametrize("changes", SPELLINGS, ids=range(len(SPELLINGS)))
 @pytest.mark.parametrize("name", ["Qwen3NextConfig", "Qwen3_5MoeTextConfig", "GraniteMoeHybridConfig", "BambaConfig"])
 def test_a_file_has_the_frequencies_of_transformers(platform, name, changes):
-    changes = {"head_dim": 64, "rope_parameters": ROPE} | changes
-    theirs, ours = config_of(name, changes)
-    frequencies, attention = ROPE_INIT_FUNCTIONS["yarn"](theirs)
+    family, own = FIELDS[name], {"position_embedding_type": "rope", "max_position_embeddings": 2048}
+    data = {**family.given, **own, "head_dim": 64, "rope_parameters": copy.deepcopy(ROPE), **copy.deepcopy(changes)}
+    data = {key: value for key, value in data.items() if value is not ...}
+    ours = dimensions_of(data | {"model_type": family.model_type}, "c")
+    frequencies, attention = ROPE_INIT_FUNCTIONS["yarn"](
+        getattr(transformers, name)(**data)
+    )  # changes what it is given
     found, factor = _yarn_embedding(ours)(2)
     torch.testing.assert_close(found[1, 0, 0], torch.cat([frequencies, frequencies]), rtol=1e-6, atol=0)
     assert factor == pytest.approx(attention, rel=1e-12)
     assert ours.max_sequence_length == max(2048, int(ours.yarn_factor * ours.yarn_original_length))
-    family = family_of(ours, FIELDS[name].model_type)
-    assert dimensions_of(json.loads(json.dumps(config_json_of(family, ours))), "c") == replace(ours, chunk_size=128)
+    saved = config_json_of(family_of(ours, family.model_type), ours)
+    assert dimensions_of(saved, "c") == replace(ours, chunk_size=128)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +97,8 @@ def test_a_model_with_other_frequencies_finds_no_entry_of_this_one(platform):
     config = get_preset("tiny-mtp", rotary_base=500, **YARN)
     changes = [{}, NO_YARN, *({name: 2 * value} for name, value in YARN.items()), {"yarn_beta_slow": 2.0}]
     models = [build_hybrid_model(replace(config, **each), platform=platform) for each in changes]
-    factors = [
-        {layer._yarn_concentration_factor for layer in model.modules() if isinstance(layer, SelfAttention)}
-        for model in models
-    ]
-    assert factors[:2] == [{YARN["yarn_attention_factor"]}, {1.0}]
+    layers = [[each for each in model.modules() if isinstance(each, SelfAttention)] for model in models[:2]]
+    assert [{each._yarn_concentration_factor for each in found} for found in layers] == [{1.3}, {1.0}]
     assert len({Fingerprint(model, "layout")() for model in models}) == len(models)
 
 

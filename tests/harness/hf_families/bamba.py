@@ -59,8 +59,6 @@ OLD = (
     ({"mamba_d_head": 16}, "mamba_head_dim", 16),
 )
 OLD_REFUSED = (
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}, "rope_type 'dynamic'"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters has full_attention"),
     ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25"),
     ({"attn_rotary_emb": 16}, "attn_rotary_emb is 16; transformers turns 0.5 x 16"),

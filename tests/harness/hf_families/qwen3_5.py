@@ -78,7 +78,6 @@ OLD = (
 OLD_REFUSED = (
     ({"attn_output_gate": False}, "attn_output_gate is False"),
     ({"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'"),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e7}}, "rope_type 'dynamic'"),
 )
 
 FIELDS = [
