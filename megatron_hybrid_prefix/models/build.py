@@ -122,7 +122,7 @@ def build_hybrid_model(
         rotary_base=config.rotary_base or 10000,
         rotary_percent=config.rotary_fraction,
     )
-    if config.yarn_factor is not None:  # what the model would build turns whole heads
+    if config.yarn_factor is not None:  # HybridModel's own would turn whole heads
         model.position_embedding_type, model.rotary_pos_emb = "yarn", _yarn_embedding(config)
     model.hybrid_config = config
     model.hf_model_type = None if folder is None else folder.model_type
@@ -259,7 +259,7 @@ def _mscale(config: HybridModelConfig) -> float:
 
 
 def _yarn_embedding(config: HybridModelConfig) -> Any:
-    """Of the channels that are turned: megatron's class ignores ``rotary_percent``."""
+    """megatron's class, built for the channels that are turned: it ignores ``rotary_percent``."""
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
     return YarnRotaryEmbedding(

@@ -156,7 +156,7 @@ def attention_json(config: HybridModelConfig) -> dict[str, Any]:
 
 
 def rotary(given: Given, *, default_fraction: float) -> dict[str, Any]:
-    """Fields of rotary embeddings, in ``rope_parameters`` or next to it. YaRN makes a model longer if it says so."""
+    """Fields of rotary embeddings, in ``rope_parameters`` or next to it; with YaRN ``max_sequence_length``, too."""
     rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise given.error("rope_parameters is not a mapping")
