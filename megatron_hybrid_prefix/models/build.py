@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -117,10 +118,12 @@ def build_hybrid_model(
         post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
         share_embeddings_and_output_weights=config.tie_embeddings,
-        position_embedding_type="none" if config.rotary_base is None else "rope",
+        position_embedding_type="none" if config.rotary_base is None or config.yarn_factor else "rope",
         rotary_base=config.rotary_base or 10000,
         rotary_percent=config.rotary_fraction,
     )
+    if config.yarn_factor is not None:  # HybridModel's own would turn whole heads
+        model.position_embedding_type, model.rotary_pos_emb = "yarn", _yarn_embedding(config)
     model.hybrid_config = config
     model.hf_model_type = None if folder is None else folder.model_type
     scale_attention(model)
@@ -237,10 +240,39 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="full scope is deprecated")  # about its own default
         made = TransformerConfig(**(fields | overrides))
+    if config.yarn_factor is not None:
+        for name in ("apply_rope_fusion", "fused_single_qkv_rope"):
+            if getattr(made, name):
+                raise ValueError(f"{name}=True: megatron's fused kernels leave out yarn_attention_factor")
+        # No fields, but attention layers look for them.
+        factors = {"yarn_rotary_scaling_factor": config.yarn_factor, "yarn_mscale": _mscale(config)}
+        vars(made).update(factors, yarn_mscale_all_dim=0.0)
     problem = use_layers_where_blocks_are_wrong(made)
     if problem is not None and os.environ.get("RANK", "0") == "0":
         logger.warning("inference_cuda_graph_scope='block': %s; 'layer' is used", problem)
     return made
+
+
+def _mscale(config: HybridModelConfig) -> float:
+    """megatron's ``mscale`` that gives ``yarn_attention_factor`` where ``mscale_all_dim`` is 0."""
+    return (config.yarn_attention_factor - 1.0) / (0.1 * math.log(config.yarn_factor or 0.0))
+
+
+def _yarn_embedding(config: HybridModelConfig) -> Any:
+    """megatron's class, built for the channels that are turned: it ignores ``rotary_percent``."""
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+    return YarnRotaryEmbedding(
+        int(config.rotary_fraction * config.kv_channels),
+        rotary_base=config.rotary_base,
+        scaling_factor=config.yarn_factor,
+        original_max_position_embeddings=config.yarn_original_length,
+        beta_fast=config.yarn_beta_fast,
+        beta_slow=config.yarn_beta_slow,
+        mscale=_mscale(config),
+        mscale_all_dim=0.0,
+        correction_range_round_to_int=config.yarn_truncate,
+    )
 
 
 def _graph_fields(

@@ -36,6 +36,12 @@ class HybridModelConfig:
         activation: "relu2" (squared ReLU), "gelu", or "swiglu" (gated).
         rotary_base: Base of rotary embeddings; None for no position embedding (Nemotron-H).
         rotary_fraction: Part of each head's channels that rotary embeddings turn, the first ones.
+        yarn_factor: YaRN (arXiv 2309.00071): slow rotations are this many times slower, above 1; None: no YaRN.
+        yarn_original_length: Tokens that the model was trained for before YaRN; 0: no YaRN.
+        yarn_beta_fast: Channels that turn more often than this within that length are left as they are.
+        yarn_beta_slow: Those that turn less often get the whole factor; between the two it grows.
+        yarn_attention_factor: Cosines and sines of rotary embeddings are multiplied by it; the paper has 0.1 x ln(yarn_factor) + 1.
+        yarn_truncate: Round the first and the last of the channels between the two to whole ones, outwards.
         attention_output_gate: Multiply the output of each attention head by the sigmoid of a projection of its input.
         qk_norm: RMS norm of each query and each key head before its rotary embedding.
         attention_multiplier: Queries times keys are multiplied by it before the softmax; None: by 1 / sqrt(kv_channels).
@@ -91,6 +97,12 @@ class HybridModelConfig:
     activation: str = "relu2"
     rotary_base: int | None = None
     rotary_fraction: float = 1.0
+    yarn_factor: float | None = None
+    yarn_original_length: int = 0
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_attention_factor: float = 1.0
+    yarn_truncate: bool = True
     attention_output_gate: bool = False
     qk_norm: bool = False
     attention_multiplier: float | None = None
@@ -223,6 +235,24 @@ class HybridModelConfig:
             raise ValueError(
                 f"rotary_fraction={self.rotary_fraction} of kv_channels={self.kv_channels}: "
                 f"must be an even number of channels, from 2 to all"
+            )
+        if (self.yarn_factor is None) != (self.yarn_original_length < 1):
+            raise ValueError(
+                f"yarn_factor={self.yarn_factor} and yarn_original_length={self.yarn_original_length}: give both or neither"
+            )
+        if self.yarn_factor is not None:
+            self._check_yarn(self.yarn_factor)
+
+    def _check_yarn(self, factor: float) -> None:
+        if self.rotary_base is None or self.rotary_base < 2:
+            raise ValueError(f"yarn_factor={factor} needs rotary_base={self.rotary_base} to be at least 2")
+        if not 1 < factor < float("inf"):
+            raise ValueError(f"yarn_factor={factor}: must be above 1, or None for no YaRN")
+        if not 0 < self.yarn_attention_factor < float("inf"):
+            raise ValueError(f"yarn_attention_factor={self.yarn_attention_factor}: must be above 0")
+        if not 0 < self.yarn_beta_slow <= self.yarn_beta_fast < float("inf"):
+            raise ValueError(
+                f"yarn_beta_slow={self.yarn_beta_slow} must be above 0, and at most yarn_beta_fast={self.yarn_beta_fast}"
             )
 
     @property

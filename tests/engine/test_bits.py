@@ -27,13 +27,14 @@ from megatron_hybrid_prefix.upstream.names import KVCacheManagementMode
 from tests.harness.bits import LARGE, Alone, BitsTraffic, bits, by_rows, differing, exact_harness
 from tests.harness.drafts import forced_drafts
 from tests.harness.lifecycle_helpers import EngineHarness, tokens
+from tests.harness.named_models import YARN
 from tests.harness.selection import mostly_slow, mostly_slow_rows
 from tests.harness.shared_tiers import STORES, written
 
 
 @pytest.fixture(scope="module")
 def both_kinds(platform):
-    """Mamba2 and Gated DeltaNet, rotary positions, gated attention and norms of its heads."""
+    """Mamba2 and Gated DeltaNet, rotary positions with YaRN, gated attention and norms of its heads."""
     config = get_preset(
         "tiny-gdn",
         layer_pattern="MG*-",
@@ -41,6 +42,7 @@ def both_kinds(platform):
         rotary_fraction=0.5,
         attention_output_gate=True,
         qk_norm=True,
+        **YARN,
     )
     return build_hybrid_model(config, seed=0, platform=platform)
 

@@ -13,7 +13,7 @@ from tests.harness.drafts import Drafting, forced_drafts
 from tests.harness.engine_helpers import assert_matches, random_tokens, run_to_end
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, known_answer, tokens
 from tests.harness.mutants import MUTANTS, mutated_resume
-from tests.harness.named_models import named
+from tests.harness.named_models import YARN, named
 from tests.harness.selection import mostly_slow_rows
 
 CASES = [(1, "legacy"), (2, "async"), (3, "legacy"), (3, "async")]
@@ -27,8 +27,8 @@ ACCEPTED = [
         range(2, 4),
     ),  # beside Mamba2: the states of both go back to the last accepted token
     ("tiny-nemotron-3", {}, 3, "async", range(2, 4)),  # one head of attention and latent experts drafts three tokens
-    # Gated attention and experts, in the layers that draft, too.
-    ("tiny-qwen3-next", {"mtp_num_layers": 2, "mtp_layer_pattern": "*E"}, 2, "async", range(2, 3)),
+    # Gated attention, YaRN and experts, in the layers that draft, too.
+    ("tiny-qwen3-next", {"mtp_num_layers": 2, "mtp_layer_pattern": "*E", **YARN}, 2, "async", range(2, 3)),
     # A Mamba2 layer that drafts keeps no state; the states of the cache are those of the other layers.
     ("tiny", {"mtp_num_layers": 2, "mtp_layer_pattern": "M-"}, 2, "async", range(2, 3)),
 ]

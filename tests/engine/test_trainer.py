@@ -8,11 +8,11 @@ from megatron.core.inference.utils import InferenceMode
 
 from megatron_hybrid_prefix import invariant_forward
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
-from tests.harness.named_models import named
+from tests.harness.named_models import YARN, named
 from tests.harness.selection import mostly_slow
 from tests.harness.trainer import answers, differ, forward, gradients, padded, trained
 
-BOTH_KINDS = {"rotary_base": 10_000, "rotary_fraction": 0.5, "attention_output_gate": True, "qk_norm": True}
+BOTH_KINDS = {"rotary_base": 10_000, "rotary_fraction": 0.5, "attention_output_gate": True, "qk_norm": True, **YARN}
 
 
 @pytest.fixture(scope="module", autouse=True)

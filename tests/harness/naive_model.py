@@ -4,6 +4,7 @@ kernels.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -222,10 +223,23 @@ class NaiveHybridModel:
 
     def _turned(self, x):
         """Rotary embedding of (tokens, ..., channels): channel i and i + half of the turned part are a pair."""
-        half = int(x.shape[-1] * self.config.rotary_fraction) // 2
-        frequencies = self.config.rotary_base ** -(torch.arange(half, dtype=x.dtype) / half)
+        c = self.config
+        half = int(x.shape[-1] * c.rotary_fraction) // 2
+        numbers = torch.arange(half, dtype=x.dtype)
+        frequencies = c.rotary_base ** -(numbers / half)
+        if (
+            c.yarn_factor is not None
+        ):  # pairs before the first turn as fast as without; those from the last on are slower
+            turns = (c.yarn_original_length / (2 * math.pi * beta) for beta in (c.yarn_beta_fast, c.yarn_beta_slow))
+            first, last = (half * math.log(each) / math.log(c.rotary_base) for each in turns)
+            if c.yarn_truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(0, first), min(last, 2 * half - 1)
+            ramp = ((numbers - first) / (last - first or 1e-3)).clamp(0, 1)
+            frequencies = frequencies * (1 - ramp + ramp / c.yarn_factor)
         angles = torch.arange(len(x), dtype=x.dtype)[:, None] * frequencies
-        by = torch.polar(torch.ones_like(angles), angles).reshape(len(x), *[1] * (x.dim() - 2), half)
+        by = torch.polar(torch.full_like(angles, c.yarn_attention_factor), angles)
+        by = by.reshape(len(x), *[1] * (x.dim() - 2), half)
         pairs = torch.complex(x[..., :half], x[..., half : 2 * half]) * by
         return torch.cat([pairs.real, pairs.imag, x[..., 2 * half :]], dim=-1)
 

@@ -13,6 +13,8 @@ MULTIPLIERS = {
     "residual_multiplier": 0.7,
     "logits_scaling": 0.8,
 }
+# Channels of each kind in small heads: left as they are, and slower in part and in whole.
+YARN = {"yarn_factor": 4.0, "yarn_original_length": 64, "yarn_beta_fast": 8.0, "yarn_attention_factor": 1.3}
 MORE = {
     # Mamba2 and Gated DeltaNet layers side by side, and experts.
     "tiny-mixed": get_preset("tiny-gdn", layer_pattern="MG*EG*-", num_moe_experts=4),

@@ -157,7 +157,6 @@ def test_bytes_of_real_dimensions_are_those_that_megatron_allocates(platform, pr
         ({"hidden-size": None}, "hidden_size is missing"),
         ({"hidden-size": "4096"}, "hidden_size is '4096', not a whole number"),
         ({"mamba-state-dim": True}, "mamba_state_dim is True, not a whole number"),
-        ({"model_type": "falcon_h1"}, "model_type 'falcon_h1' is not supported: megatron has no layer of"),
     ],
 )
 def test_what_a_file_lacks_is_named(tmp_path, changes, message):

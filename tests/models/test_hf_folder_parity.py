@@ -10,7 +10,7 @@ import re
 import shutil
 from dataclasses import asdict, replace
 from functools import cache
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import pytest
 import torch
@@ -33,6 +33,7 @@ from tests.harness.hf_helpers import (
     run_folders,
 )
 from tests.harness.hf_state_dict import copy_hf_weights
+from tests.harness.lifecycle_helpers import BLOCK, EngineHarness
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +83,13 @@ def test_logits_tokens_and_log_probs(platform, references, folder):
         assert gap <= 1e-4, f"prompt of {len(case['tokens'])} tokens"
     for number, request in answers_of_a_batch(model, reference).items():
         assert_same_answer(request, reference["cases"][number])
+    if model.hybrid_config.yarn_factor is not None:  # rotations go on from what is kept
+        served = EngineHarness(model, materialize_only_last_token_logits=False)
+        for again, case in product((False, True), reference["cases"]):
+            prompt = case["tokens"][: case["length"]]
+            request = served.send(prompt, count=NEW_TOKENS, params={"skip_prompt_log_probs": False})
+            assert_same_answer(request, case)
+            assert request.num_cached_tokens == again * (len(prompt) - 1) // BLOCK * BLOCK
 
 
 def test_transformers_reads_what_is_saved(platform, references):

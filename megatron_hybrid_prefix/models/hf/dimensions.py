@@ -18,18 +18,31 @@ from megatron_hybrid_prefix.models.hf import bamba, granite, nemotron_h, qwen3_5
 from megatron_hybrid_prefix.models.hf.family import FAMILIES, Family
 from megatron_hybrid_prefix.models.hf.given import Given
 
-_WHY = {
+WHY_REFUSED = {
     "falcon_h1": "megatron has no layer of attention and Mamba2 side by side",
-    "jamba zamba": "its recurrent layers are Mamba1",
+    "mamba falcon_mamba jamba zamba": "its recurrent layers are Mamba1",
+    "mamba2": "it has no attention layer, and megatron's dynamic engine needs one",
     "zamba2": "its attention layers share weights",
     "lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl": "its recurrent layers are short convolutions",
     "olmo_hybrid": "its Gated DeltaNet has negative eigenvalues (linear_allow_neg_eigval)",
-    "kimi_linear bailing_hybrid glm5_next": "its recurrent layers are Kimi Delta Attention, which forgets by channel",
-    "qwen4_exp": "its residuals are several streams (hyper-connections)",
+    "lara_mini": "its attention layers have sliding windows",
+    "kimi_linear bailing_hybrid": "its recurrent layers are Kimi Delta Attention (decay by channel), its attention is latent",
+    "glm5_next": "its recurrent layers are Kimi Delta Attention (decay by channel), its attention is indexed",
+    "qwen4_exp": "its residuals are several streams (hyper-connections), its attention is indexed",
     "minimax": "its recurrent layers are lightning attention",
     "recurrent_gemma": "its recurrent layers are RG-LRU",
+    "rwkv": "its recurrent layers are those of RWKV",
+    "xlstm": "its recurrent layers are mLSTM",
+    "deepseek_v4": "its attention is over compressed windows, and indexed",
+    "zaya": "its attention convolves queries and keys, and delays values (CCA)",
+    "inkling inkling_mm_model inkling2 inkling2_loop": "its attention layers have short convolutions",
+    "nemotron_h_omni nemo_speechlm": "it is Nemotron-H with images or sound; only the language model by itself is read",
+    "minicpmv4_6 minicpmv4_7 minicpm_ocr": "it is Qwen3.5 with other images; only the language model by itself is read",
+    "jev": "it is a decision head on a language model; it writes no text",
 }
-_REFUSED = {model_type: why for names, why in _WHY.items() for model_type in names.split()}
+"""By names in ``config.json``: what a hybrid model of transformers has that is missing here. docs/models.md has the same table."""
+
+_REFUSED = {model_type: why for names, why in WHY_REFUSED.items() for model_type in names.split()}
 _DTYPES = ("float32", "bfloat16")
 _NOT_COMPARED = ("chunk_size", "dtype", "float32_norms", "state_dtype", "long_memory")  # how it is computed or made
 _NAMED = 3  # differences that an error names

@@ -8,6 +8,7 @@ is what transformers' config class says. ``tests/models/test_hf_config_fields.py
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import log
 from typing import Any
 
 from megatron_hybrid_prefix.errors import shown
@@ -15,6 +16,14 @@ from megatron_hybrid_prefix.models.config import HybridModelConfig
 
 # "mrope_" names divide channels among the three positions of an image's part; a text's three are equal.
 _ROPE_NAMES = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+_YARN = {
+    "factor": "yarn_factor",
+    "original_max_position_embeddings": "yarn_original_length",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "attention_factor": "yarn_attention_factor",
+    "truncate": "yarn_truncate",
+}
 _ATTENTION = {
     "hidden_size": "hidden_size",
     "vocab_size": "vocab_size",
@@ -147,26 +156,52 @@ def attention_json(config: HybridModelConfig) -> dict[str, Any]:
 
 
 def rotary(given: Given, *, default_fraction: float) -> dict[str, Any]:
-    """Fields of rotary embeddings, in ``rope_parameters`` or next to it."""
+    """Fields of rotary embeddings, in ``rope_parameters`` or next to it; with YaRN ``max_sequence_length``, too."""
     rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise given.error("rope_parameters is not a mapping")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise given.error(f"rope_type {shown(kind)}: only rotary embeddings without scaling are supported")
-    if other := sorted(name for name, value in rope.items() if name not in _ROPE_NAMES and value is not None):
-        raise given.error(f"rope_parameters has {other[0]}, none of {', '.join(sorted(_ROPE_NAMES))}")
+    if kind not in ("default", "yarn"):
+        raise given.error(f"rope_type {shown(kind)}: only default and yarn are supported")
+    known = _ROPE_NAMES | (_YARN.keys() | {"mscale", "mscale_all_dim"} if kind == "yarn" else set())
+    if other := sorted(name for name, value in rope.items() if name not in known and value is not None):
+        raise given.error(f"rope_parameters has {other[0]}, none of {', '.join(sorted(known))}")
     both = Given({**given.data} | {name: value for name, value in rope.items() if value is not None}, given.name)
     fraction = both.real("partial_rotary_factor", default=default_fraction)
-    return {"rotary_base": both.whole("rope_theta", default=10_000), "rotary_fraction": fraction}
+    fields = {"rotary_base": both.whole("rope_theta", default=10_000), "rotary_fraction": fraction}
+    return fields | (_yarn(given, Given(rope, f"{given.name}: rope_parameters")) if kind == "yarn" else {})
+
+
+def _yarn(given: Given, rope: Given) -> dict[str, Any]:
+    """Fields of YaRN as transformers reads them: an original length outside of ``rope_parameters`` counts first."""
+    length, factor = given.whole("max_position_embeddings"), rope.real("factor")
+    name = "original_max_position_embeddings"
+    original = (rope if given.get(name) is None else given).whole(name, default=length)
+    if rope.get("attention_factor") is not None:
+        attention = rope.real("attention_factor")
+    elif rope.get("mscale") and rope.get("mscale_all_dim"):
+        above, below = (1 + 0.1 * rope.real(each) * log(max(1.0, factor)) for each in ("mscale", "mscale_all_dim"))
+        attention = above / below
+    else:
+        attention = 1 + 0.1 * log(max(1.0, factor))
+    return {
+        "max_sequence_length": max(length, int(min(2**53, factor * original))),
+        "yarn_factor": factor,
+        "yarn_original_length": original,
+        "yarn_beta_fast": rope.real("beta_fast", default=0.0) or 32.0,  # 0 is none, too
+        "yarn_beta_slow": rope.real("beta_slow", default=0.0) or 1.0,
+        "yarn_attention_factor": attention,
+        "yarn_truncate": rope.flag("truncate", True),
+    }
 
 
 def rotary_json(config: HybridModelConfig) -> dict[str, Any]:
     """`rotary` the other way round; nothing where there are no rotary embeddings."""
     if config.rotary_base is None:
         return {}
-    base, fraction = float(config.rotary_base), config.rotary_fraction
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": fraction}}
+    rope = {"rope_theta": float(config.rotary_base), "partial_rotary_factor": config.rotary_fraction}
+    yarn = {"rope_type": "default"} if config.yarn_factor is None else {"rope_type": "yarn", **written(config, _YARN)}
+    return {"rope_parameters": rope | yarn}
 
 
 def mamba(given: Given) -> dict[str, Any]:

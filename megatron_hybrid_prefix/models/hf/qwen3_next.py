@@ -55,10 +55,9 @@ class Qwen3Next(Family):
             fields = given.fields(_EXPERTS, num_moe_experts=_NUM_EXPERTS) | {"moe_shared_expert_gate": True}
         return HybridModelConfig(
             layer_pattern=pattern,
-            **attention(given, kv_heads=self.kv_heads, channels=256),
+            **attention(given, kv_heads=self.kv_heads, channels=256) | rotary(given, default_fraction=0.25),
             **given.fields(_DELTA_NET, d_conv=4),
             activation="swiglu",
-            **rotary(given, default_fraction=0.25),
             attention_output_gate=True,
             qk_norm=True,
             float32_norms=True,

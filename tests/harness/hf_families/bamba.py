@@ -8,14 +8,24 @@ LAYERS = {
     "mamba_d_state": 24, "mamba_n_groups": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
     "mamba_chunk_size": 32,
 }  # fmt: skip
+# Prompts are below, at and above the original length.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+ROPE = YARN | {"rope_theta": 500.0, "beta_fast": 4, "truncate": False, "mscale": 3.0, "mscale_all_dim": 0.5}
 DIMENSIONS = LAYERS | {"attn_layer_indices": [1, 3], "intermediate_size": 112}
 MODELS = {
     "bamba": Model(
         model_type="bamba",
         config_class="BambaConfig",
         model_class="BambaForCausalLM",
-        dimensions=DIMENSIONS,
-        changes=({"rotary_base": 500}, {"rotary_fraction": 0.25}),
+        dimensions=DIMENSIONS | {"rope_parameters": ROPE},
+        changes=(
+            {"rotary_base": 10_000},
+            {"rotary_fraction": 0.25},
+            {"yarn_original_length": 9},
+            {"yarn_beta_fast": 40.0},
+            {"yarn_beta_slow": 3.0},
+            {"yarn_truncate": True},
+        ),
     )
 }
 
@@ -49,8 +59,6 @@ OLD = (
     ({"mamba_d_head": 16}, "mamba_head_dim", 16),
 )
 OLD_REFUSED = (
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type 'yarn'"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters has full_attention"),
     ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25"),
     ({"attn_rotary_emb": 16}, "attn_rotary_emb is 16; transformers turns 0.5 x 16"),

@@ -59,7 +59,6 @@ OLD = (
     ({"num_local_experts": 0, "num_experts_per_tok": 0}, "num_moe_experts", 0),
 )
 OLD_REFUSED = (
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type 'yarn'"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ({"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
     ({"layer_types": ["mamba"] * 4}, "has no attention layer"),

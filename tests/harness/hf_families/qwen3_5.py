@@ -1,6 +1,7 @@
 """Qwen3.5, dense and with experts, and the language models of those with images; as `nemotron_h`."""
 
 from tests.harness.hf_families import qwen3_next
+from tests.harness.hf_families.bamba import YARN
 from tests.harness.hf_families.entry import Fields, Model
 
 _EXPERTS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"}
@@ -20,6 +21,7 @@ EXPERTS = _without(qwen3_next.DIMENSIONS, {"intermediate_size"} | _ELSEWHERE) | 
     "linear_num_value_heads": 4,
     "num_experts": 6,
 }
+WITH_YARN = EXPERTS | {"rope_parameters": _ROPE | YARN | {"attention_factor": 1.5}}
 VISION = {
     "depth": 1,
     "hidden_size": 16,
@@ -43,7 +45,8 @@ MODELS = {
     ),
     "qwen3_5_moe": Model(
         model_type="qwen3_5_moe_text", config_class="Qwen3_5MoeTextConfig", model_class="Qwen3_5MoeForCausalLM",
-        dimensions=EXPERTS, changes=({"moe_router_topk": 2},),
+        dimensions=WITH_YARN,
+        changes=({"moe_router_topk": 2}, {"yarn_factor": 2.0}, {"yarn_attention_factor": 1.0}),
     ),
     "qwen3_5_images": Model(
         model_type="qwen3_5", config_class="Qwen3_5Config", model_class="Qwen3_5ForConditionalGeneration",
@@ -51,7 +54,7 @@ MODELS = {
     ),
     "qwen3_5_moe_images": Model(
         model_type="qwen3_5_moe", config_class="Qwen3_5MoeConfig", model_class="Qwen3_5MoeForConditionalGeneration",
-        dimensions=_with_images(EXPERTS | {"num_experts": 4}),
+        dimensions=_with_images(WITH_YARN | {"num_experts": 4}),
         prompt_lengths=(1, 64, 129),
     ),
 }  # fmt: skip
@@ -75,7 +78,6 @@ OLD = (
 OLD_REFUSED = (
     ({"attn_output_gate": False}, "attn_output_gate is False"),
     ({"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e7}}, "rope_type 'yarn'"),
 )
 
 FIELDS = [

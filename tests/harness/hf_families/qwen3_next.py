@@ -55,10 +55,7 @@ OLD = (
     ({"torch_dtype": "torch.float32"}, "dtype", "float32"),
     ({"dtype": "float32", "torch_dtype": "bfloat16"}, "dtype", "float32"),
 )
-OLD_REFUSED = (
-    ({"rope_scaling": {"rope_type": "default", "long_factor": [1]}}, "has long_factor"),
-    ({"sliding_window": 9}, "sliding_window"),
-)
+OLD_REFUSED = (({"sliding_window": 9}, "sliding_window"),)
 
 FIELDS = [
     Fields(
