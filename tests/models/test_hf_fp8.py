@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from megatron_hybrid_prefix.models import build_hybrid_model, hf_load, save_hf_folder
+from megatron_hybrid_prefix.cli import plan
+from megatron_hybrid_prefix.models import build_hybrid_model, hf_load, open_folder, save_hf_folder
 from megatron_hybrid_prefix.models.hf.folder import stored_weights, with_scales
 from megatron_hybrid_prefix.models.hf.mapping import Rule, Source
 from megatron_hybrid_prefix.models.hf_weights import Copy
@@ -82,11 +83,15 @@ CASES += [(kind, "blocks", stacked) for kind in ("qwen3_next", "qwen3_5_moe", "g
 
 
 @pytest.mark.parametrize(("kind", "method", "stacked"), CASES)
-def test_a_folder_is_read_and_saved_without_scales(platform, tmp_path, kind, method, stacked):
+def test_a_folder_is_read_planned_with_both_sizes_and_saved_without_scales(platform, tmp_path, kind, method, stacked):
     right, other = make_folder(tmp_path / "hf", kind, method, stacked=stacked), build_hybrid_model(CONFIGS[kind])
     copy_hf_weights(other, right, CONFIGS[kind], MODELS[kind].model_type)
     model = build_hybrid_model(hf=tmp_path / "hf")
     assert unequal(model, other) == []
+    assert plan.main(["--hf", str(tmp_path / "hf"), "--cache-gb", "1", "--json", str(tmp_path / "plan")]) == 0
+    found, values = json.loads((tmp_path / "plan").read_text()), sum(weight.numel() for weight in right.values())
+    assert found["weight_bytes"] == 4 * values and found["file_bytes"] == open_folder(tmp_path / "hf").weight_bytes
+    assert values < found["file_bytes"] < 3 * values
     save_hf_folder(model, tmp_path / "again")
     assert CONFIG not in json.loads((tmp_path / "again/config.json").read_text())
     assert {weight.dtype for weight in stored_weights(tmp_path / "again").values()} == {"bfloat16"}
