@@ -48,11 +48,11 @@ CONFIG, UP, NORM = "quantization_config", "model.layers.2.mixer.up_proj.weight",
 LEFT_OUT = ("input_scale", "activation_scale", "k_scale", "v_scale")
 
 
-def quantised(weight, block):
-    """A weight in fp8, its scales, and the float32 that they stand for."""
+def quantised(weight, block, dtype=torch.float32):
+    """A weight in fp8, its scales (of ``dtype``, in float32), and the float32 that they stand for."""
     *stack, rows, columns = weight.shape
     height, width = block[0] or rows, block[1] or columns
-    scale = (torch.rand(*stack, ceil_div(rows, height), ceil_div(columns, width)) / 64 + 1 / 64).bfloat16().float()
+    scale = (torch.rand(*stack, ceil_div(rows, height), ceil_div(columns, width)) / 64 + 1 / 64).to(dtype).float()
     each = scale.repeat_interleave(height, -2).repeat_interleave(width, -1)[..., :rows, :columns]
     stored = (weight / each).to(torch.float8_e4m3fn)
     return stored, scale, stored.float() * each
@@ -122,7 +122,7 @@ def test_transformers_has_the_same_bits_and_two_ranks_their_parts(platform, tmp_
 
 def read_slice(folder, block, rows, columns, chunk_bytes, dtype, **changes):
     """What a rank reads of a matrix in a stack of them, and what it should."""
-    stored, scale, right = quantised(torch.randn(2, 11, 13), block)
+    stored, scale, right = quantised(torch.randn(2, 11, 13), block, dtype)
     save_file({"w": stored, "w_scale": scale.to(dtype)}, file := folder / "model.safetensors")
     part = right[1, slice(*rows), slice(*columns)]
     rule = Rule(target="t", sources=(Source(name="w", shape=(2, 11, 13), at=1),))
