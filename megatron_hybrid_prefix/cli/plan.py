@@ -12,7 +12,7 @@ in GiB per rank.
 --host-gb adds a host tier. What it reuses of recorded requests: hybrid-prefix replay.
 
 --gpu-gb in place of --cache-gb, with --hf or a preset: what each of --tp GPUs of this size has left beside the weights.
-10 % of a GPU stay free for activations. A folder needs config.json only.
+10 % of a GPU stay free for activations. A folder needs config.json only; of one in fp8, the size of its files is shown.
 
 A conversation that is kept has its KV and a checkpoint, and a state more while it runs.
 
@@ -32,6 +32,7 @@ from rich.table import Table
 from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.console import engine_options as options
 from megatron_hybrid_prefix.console import terminal
+from megatron_hybrid_prefix.console.hf import folder_of
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, as_main
 from megatron_hybrid_prefix.lab.budget import Plan, Usage, left_bytes, parameter_count, plan_budget, weight_bytes
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_from
@@ -125,20 +126,35 @@ def check_model(args: argparse.Namespace) -> Sizes:
     return sizes
 
 
+def rows_of_fp8(args: argparse.Namespace) -> tuple[list[tuple[str, str]], int | None]:
+    """A row for a folder with weights in fp8, and the bytes of its files; None: it has none, or other weights."""
+    folder = folder_of(args)
+    if folder is None or not folder.blocks:
+        return [], None
+    what = "... in the files, in fp8 with scales, of all ranks"
+    if not any(folder.path.glob("*.safetensors")):
+        return [(what, "there are none")], None
+    with terminal.as_input_errors(ValueError, prefix="--hf: "):
+        return [(what, f"{folder.weight_bytes / GIB:.1f} GiB")], folder.weight_bytes
+
+
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     """Runs the command."""
     args = make_parser().parse_args(argv)
     options.check_output(args)
-    sizes, usage, rows = check_model(args), usage_of(args), list[tuple[str, str]]()
+    sizes, usage = check_model(args), usage_of(args)
+    rows, file_bytes = rows_of_fp8(args)
+    weights = f"{weight_bytes(sizes.config, sizes.tp) / GIB:.1f} GiB"
+    if rows or args.gpu_gb is not None:
+        what = f"weights, {parameter_count(sizes.config) / 1e9:.3g} B parameters in {sizes.config.dtype}"
+        rows = [(what, weights), *rows]
     if args.gpu_gb is None:
         given, cache_bytes = f"--cache-gb {args.cache_gb:g}", bytes_of(args.cache_gb, GIB, "--cache-gb")
     else:
         given, gpu_bytes = f"--gpu-gb {args.gpu_gb:g}", bytes_of(args.gpu_gb, GB, "--gpu-gb")
         cache_bytes = left_bytes(sizes.config, sizes.tp, gpu_bytes)
-        weights = f"{weight_bytes(sizes.config, sizes.tp) / GIB:.1f} GiB"
         given += f" leaves {floor_gib(cache_bytes)} GiB beside {weights} of weights"
-        what = f"weights, {parameter_count(sizes.config) / 1e9:.3g} B parameters in {sizes.config.dtype}"
-        rows = [(what, weights), ("left for the cache", f"--cache-gb {floor_gib(cache_bytes)}")]
+        rows.append(("left for the cache", f"--cache-gb {floor_gib(cache_bytes)}"))
     options.check_cap(args.mamba_gb, cache_bytes / GIB)
     mamba_bytes = None if args.mamba_gb is None else bytes_of(args.mamba_gb, GIB, "--mamba-gb")
     with terminal.as_input_errors(ValueError, prefix=f"{given}: "):
@@ -158,7 +174,8 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
         "command": terminal.command_line(argv),
         "model": sizes.name,
         "tp": sizes.tp,
-        "weight_bytes": None if args.gpu_gb is None else weight_bytes(sizes.config, sizes.tp),
+        "weight_bytes": weight_bytes(sizes.config, sizes.tp) if rows else None,
+        "file_bytes": file_bytes,
         "cache_bytes": cache_bytes,
         "mamba_bytes": mamba_bytes,
         "host_bytes": usage.host_bytes,

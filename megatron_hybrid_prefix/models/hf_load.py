@@ -3,6 +3,7 @@
 Values are read with ``pread``, not mapped: from the page cache that is one copy and no page fault, and a file that was
 truncated meanwhile is an error and not a signal. On a CPU they are read into the parameters themselves, else into pinned
 buffers. A few threads share the work, because one alone copies out of the page cache slower than a disk array delivers.
+A slice in fp8 is multiplied by the scales of its blocks in float32, on the model's device, and rounded once.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.models.checkpoint import together
-from megatron_hybrid_prefix.models.hf.folder import HfFolder, StoredWeight
+from megatron_hybrid_prefix.models.hf.folder import HfFolder
 from megatron_hybrid_prefix.models.hf.mapping import Finish
+from megatron_hybrid_prefix.models.hf.stored import StoredWeight
 from megatron_hybrid_prefix.models.hf_weights import Copy, plan_copies
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name, warn_not_finite
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 CHUNK_BYTES = 16 << 20
 """Bytes of one read, and of one pinned buffer."""
@@ -34,7 +37,7 @@ def load_hf_weights(model: Any, folder: HfFolder, *, on_read: Callable[[int, int
     """Load the weights of ``folder`` into ``model``, whatever its tensor-, pipeline- and expert-parallel layout.
 
     Every rank reads the slices that it holds. Besides its shard it needs `THREADS` buffers of `CHUNK_BYTES`, and none where
-    the model is on the CPU and in the dtype of the files. A collective: an error on one rank is raised on all.
+    the model is on the CPU and in the dtype of the files; for fp8 three times as much, on the model's device. A collective: an error on one rank is raised on all.
 
     Args:
         model: This rank's shard, as `build_hybrid_model` returned it; its dimensions are ``model.hybrid_config``.
@@ -42,8 +45,8 @@ def load_hf_weights(model: Any, folder: HfFolder, *, on_read: Callable[[int, int
         on_read: Called after each slice with the values that this rank has read, and those that it will read.
 
     Raises:
-        ValueError: As of `HfFolder.weights` and `plan_copies`, or a file cannot be read. In the last case some weights are
-            written: the model must not be used.
+        ValueError: As of `HfFolder.weights` and `plan_copies`, or a file cannot be read, or a scale is not positive and finite.
+            In the last two cases some weights are written: the model must not be used.
     """
     from megatron_hybrid_prefix.layers.kinds import invalidate_layers  # imports megatron
 
@@ -54,7 +57,8 @@ def load_hf_weights(model: Any, folder: HfFolder, *, on_read: Callable[[int, int
         weights, copies = plan_copies(model, folder.weights, config, folder.model_type, source=name)
         read_values = 0
         with ExitStack() as stack:
-            files = {file: stack.enter_context(_open(file)) for file in {weight.file for weight in weights.values()}}
+            stored = {each for weight in weights.values() for each in (weight, weight.scale) if each is not None}
+            files = {file: stack.enter_context(_open(file)) for file in {weight.file for weight in stored}}
             for values in _read_all([slice_ for copy in copies for slice_ in _slices(copy, weights)], files):
                 read_values += values
                 if on_read is not None:
@@ -72,12 +76,13 @@ class _Slice:
     Attributes:
         weight: The weight.
         offset_bytes: Where its first row begins in the file.
-        skip_bytes: From there to the first column that is read.
         piece_bytes: Of one row, what is read; rows without gaps are one piece.
         stride_bytes: From one piece to the next.
         pieces: How many.
         out: (rows, ...), where they go.
         finish: As of `Rule`.
+        at: Which matrix of a stack.
+        begin: The first row and the first column that are read.
     """
 
     weight: StoredWeight
@@ -87,6 +92,8 @@ class _Slice:
     pieces: int
     out: torch.Tensor
     finish: Finish | None
+    at: int
+    begin: tuple[int, int]
 
     @property
     def size_bytes(self) -> int:
@@ -105,15 +112,16 @@ def _slices(copy: Copy, weights: Mapping[str, StoredWeight]) -> Iterator[_Slice]
     parameter, row = copy.parameter.detach(), 0
     for run in copy.rule.runs(copy.rows):
         weight, shape = weights[run.source.name], run.source.part_shape
-        value_bytes = getattr(torch, weight.dtype).itemsize
-        stride = math.prod(shape[1:]) * value_bytes
-        begin = weight.offset_bytes + (run.source.at or 0) * shape[0] * stride + run.start * stride
-        piece = stride
+        if weight.scale is not None and len(shape) != 2:
+            raise ValueError(f"{weight.name} in {weight.file} is in fp8, and no matrix")
+        stride, at = math.prod(shape[1:]) * weight.value_bytes, run.source.at or 0
+        begin = weight.offset_bytes + at * shape[0] * stride + run.start * stride
+        piece, column = stride, 0
         if copy.columns is not None:
-            column_bytes = stride // shape[1]
-            begin += copy.columns[0] * column_bytes
-            piece = (copy.columns[1] - copy.columns[0]) * column_bytes
-        rows_at_once = max(1, CHUNK_BYTES // piece)
+            column, column_bytes = copy.columns[0], stride // shape[1]
+            begin += column * column_bytes
+            piece = (copy.columns[1] - column) * column_bytes
+        rows_at_once = max(1, CHUNK_BYTES // (piece if weight.scale is None else 4 * piece))  # float32 on the device
         for start in range(0, run.stop - run.start, rows_at_once):
             rows = min(rows_at_once, run.stop - run.start - start)
             whole = piece == stride
@@ -125,6 +133,8 @@ def _slices(copy: Copy, weights: Mapping[str, StoredWeight]) -> Iterator[_Slice]
                 pieces=1 if whole else rows,
                 out=parameter[row : row + rows],
                 finish=copy.rule.finish,
+                at=at,
+                begin=(run.start + start, column),
             )
             row += rows
 
@@ -140,13 +150,12 @@ def _read_all(slices: list[_Slice], files: Mapping[Path, Any]) -> Iterator[int]:
             buffers.put(_Buffer(size, device))
 
     def read(slice_: _Slice) -> int:
-        descriptor = files[slice_.weight.file].fileno()
         if slice_.is_direct:
-            _read_into(slice_.out.view(torch.uint8).flatten(), slice_, descriptor)
+            _read_slice(slice_.out.view(torch.uint8).flatten(), slice_, files)
             return slice_.out.numel()
         buffer = buffers.get()
         try:
-            buffer.pass_on(slice_, descriptor)
+            buffer.pass_on(slice_, files)
         finally:
             buffers.put(buffer)
         return slice_.out.numel()
@@ -173,14 +182,16 @@ class _Buffer:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))  # that made the parameters
 
-    def pass_on(self, slice_: _Slice, descriptor: int) -> None:
+    def pass_on(self, slice_: _Slice, files: Mapping[Path, Any]) -> None:
         """Reads a slice, and waits until it is where it goes."""
         read = self._bytes[: slice_.size_bytes]
-        _read_into(read, slice_, descriptor)
+        _read_slice(read, slice_, files)
         values = read.view(getattr(torch, slice_.weight.dtype)).view(slice_.out.shape)
         with torch.cuda.stream(self._stream):  # does nothing for None
             if slice_.finish is not None or values.dtype != slice_.out.dtype:
                 values = values.to(slice_.out.device, non_blocking=True)
+            if slice_.weight.scale is not None:
+                values = _dequantised(values, slice_, slice_.weight.scale, files)
             if slice_.finish is not None:
                 values = slice_.finish.apply(values)
             slice_.out.copy_(values, non_blocking=True)
@@ -188,21 +199,42 @@ class _Buffer:
             self._stream.synchronize()
 
 
-def _read_into(target: torch.Tensor, slice_: _Slice, descriptor: int) -> None:
+def _dequantised(values: torch.Tensor, slice_: _Slice, scale: StoredWeight, files: Mapping[Path, Any]) -> torch.Tensor:
+    """The float32 that values of a slice in fp8 stand for; both (rows, columns). Of ``scale``, its blocks' rows are read."""
+    (height, width), (row, column), (rows, columns) = slice_.weight.block, slice_.begin, values.shape
+    above, across = (ceil_div(*pair) for pair in zip(slice_.weight.shape[-2:], slice_.weight.block, strict=True))
+    first, stop, row_bytes = row // height, ceil_div(row + rows, height), across * scale.value_bytes
+    read = torch.empty((stop - first) * row_bytes, dtype=torch.uint8)
+    _read_piece(memoryview(read.numpy()), scale, (slice_.at * above + first) * row_bytes + scale.offset_bytes, files)
+    scales = read.view(getattr(torch, scale.dtype)).float().view(-1, across)
+    wrong = scales[~(scales.isfinite() & (scales > 0))]
+    if len(wrong):
+        raise ValueError(f"{scale.name} in {scale.file} has {float(wrong[0])}, a scale must be positive and finite")
+    of_rows = torch.arange(row, row + rows, device=values.device) // height - first
+    of_columns = torch.arange(column, column + columns, device=values.device) // width
+    each = scales.to(values.device)[:, of_columns][of_rows]
+    table = torch.arange(256, dtype=torch.uint8).view(values.dtype).float().to(values.device)  # CPUs convert slowly
+    return each.mul_(table.index_select(0, values.view(torch.uint8).flatten().int()).view(values.shape))
+
+
+def _read_slice(target: torch.Tensor, slice_: _Slice, files: Mapping[Path, Any]) -> None:
     """Reads a slice into (size_bytes,) uint8 on the host."""
     memory = memoryview(target.numpy())
-    weight, at = slice_.weight, slice_.offset_bytes
-    for begin in range(0, len(memory), slice_.piece_bytes):
-        piece, place = memory[begin : begin + slice_.piece_bytes], at
-        while piece:
-            try:
-                count = os.preadv(descriptor, [piece], place)
-            except OSError as error:
-                raise ValueError(f"cannot read {weight.name} of {weight.file}: {error.strerror}") from error
-            if count == 0:
-                raise ValueError(f"{weight.file} is truncated: it ends before the end of {weight.name}")
-            piece, place = piece[count:], place + count
-        at += slice_.stride_bytes
+    for number in range(slice_.pieces):
+        piece = memory[number * slice_.piece_bytes : (number + 1) * slice_.piece_bytes]
+        _read_piece(piece, slice_.weight, slice_.offset_bytes + number * slice_.stride_bytes, files)
+
+
+def _read_piece(piece: memoryview, weight: StoredWeight, at: int, files: Mapping[Path, Any]) -> None:
+    """Reads a piece of a weight, from this byte of its file on."""
+    while piece:
+        try:
+            count = os.preadv(files[weight.file].fileno(), [piece], at)
+        except OSError as error:
+            raise ValueError(f"cannot read {weight.name} of {weight.file}: {error.strerror}") from error
+        if count == 0:
+            raise ValueError(f"{weight.file} is truncated: it ends before the end of {weight.name}")
+        piece, at = piece[count:], at + count
 
 
 def _open(file: Path) -> Any:

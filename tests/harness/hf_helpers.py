@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from megatron_hybrid_prefix import build_engine
 from megatron_hybrid_prefix.models import (
@@ -47,8 +48,6 @@ def make_folder(
     folder: Path, kind: str = "nemotron_h", *, shards: int = 1, tied: bool = False, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
     """A folder with random weights; returns them."""
-    from safetensors.torch import save_file
-
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config_json(kind, tied=tied)))
     generator = torch.Generator().manual_seed(1)
@@ -59,15 +58,19 @@ def make_folder(
     }
     if shards == 1:
         save_file(weights, folder / "model.safetensors")
-        return weights
-    index = {}
-    for number in range(shards):
-        file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
-        names = list(weights)[number::shards]
-        save_file({name: weights[name] for name in names}, folder / file)
-        index |= dict.fromkeys(names, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    else:
+        save_shards(folder, *(dict(list(weights.items())[number::shards]) for number in range(shards)))
     return weights
+
+
+def save_shards(folder: Path, *parts: dict[str, torch.Tensor]) -> None:
+    """Saves weights in a file each, with an index."""
+    index = {}
+    for number, weights in enumerate(parts):
+        file = f"model-{number + 1:05}-of-{len(parts):05}.safetensors"
+        save_file(weights, folder / file)
+        index |= dict.fromkeys(weights, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
 def save_tokenizer(folder: Path, *special: str) -> None:

@@ -46,6 +46,6 @@ def read(
     return found if rule.finish is None else rule.finish.apply(found)
 
 
-def hf_shapes(config: HybridModelConfig, model_type: str | None = None) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors in the files of a Hugging Face model with these dimensions."""
-    return shapes_of(family_of(config, model_type).rules(config))
+def hf_shapes(config: HybridModelConfig, model_type: str | None = None, *names: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors in the files of a model with these dimensions; ``names`` as of `Family.rules`."""
+    return shapes_of(family_of(config, model_type).rules(config, names))

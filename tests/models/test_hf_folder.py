@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 from dataclasses import replace
 
 import pytest
@@ -82,11 +81,6 @@ def lost_everywhere(folder):
     change_index(folder, lambda names: names.pop(EMBEDDINGS))
 
 
-def quantized(folder):
-    header = json.dumps({"w": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}).encode()
-    (folder / FIRST).write_bytes(struct.pack("<Q", len(header)) + header + b"0")
-
-
 # What is done to a folder of three shards, and what is said. Wrong end tokens: test_tokenizer.py.
 DAMAGE = {
     "missing shard": (lambda at: (at / FIRST).unlink(), f"{FIRST} is missing: it has model.embed.*weights"),
@@ -117,7 +111,6 @@ DAMAGE = {
         lambda at: change_index(at, lambda names: names.update({EMBEDDINGS: "../a.safetensors"})),
         f"{EMBEDDINGS} is in '../a.safetensors', which is no file of this folder",
     ),
-    "quantized": (quantized, f"{FIRST}: w has dtype F8_E4M3"),
     "no index": (lambda at: (at / INDEX).unlink(), "3 safetensors files, and no model.safetensors.index"),
     "no config": (lambda at: (at / "config.json").unlink(), "no Hugging Face folder: it has no config.json"),
     "no JSON": (lambda at: (at / "config.json").write_text("{"), "config.json is not JSON"),

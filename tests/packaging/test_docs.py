@@ -25,7 +25,7 @@ ELSEWHERE = {
     "/admin", "/admin/reset_cache", "/detokenize", "/health", "/health_generate", "/inference/v1/generate", "/metrics",
     "/tokenize", "/tokenizer_info", "/v1/chat/completions", "/v1/chat/completions/tokens", "/v1/completions",
     "/v1/messages", "/v1/models", "/v1/responses", "/version", "megatron/core/package_info.py", "config.json", "config.toml", "generation_config.json",
-    "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "session.json", "agents.jsonl", "trace.jsonl",
+    "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "session.json", "agents.jsonl", "trace.jsonl", "hf_quant_config.json",
     "FAST25-release/traces/conversation_trace.jsonl",
 }  # fmt: skip
 # Readable at the width of a page of GitHub; the README may have this many lines.

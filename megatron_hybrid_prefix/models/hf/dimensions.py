@@ -17,6 +17,7 @@ from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf import bamba, granite, nemotron_h, qwen3_5, qwen3_next  # noqa: F401
 from megatron_hybrid_prefix.models.hf.family import FAMILIES, Family
 from megatron_hybrid_prefix.models.hf.given import Given
+from megatron_hybrid_prefix.models.hf.stored import blocks_of
 
 WHY_REFUSED = {
     "falcon_h1": "megatron has no layer of attention and Mamba2 side by side",
@@ -76,11 +77,8 @@ def dimensions_of(data: Mapping[str, Any], name: str, *, dtype: str = "bfloat16"
         other = f"it is none of {', '.join(known)}; register_family adds one (docs/models.md, Add a family)"
         why = _REFUSED.get(str(model_type).removesuffix("_text"), other)
         raise ValueError(f"{name}: model_type {shown(model_type)} is not supported: {why}")
-    text = data.get("text_config")
-    parts = [data, text] if isinstance(text, dict) else [data]
-    given = Given({key: value for part in parts for key, value in part.items()}, name)
-    if given.get("quantization_config") is not None:
-        raise given.error("quantization_config: quantized weights are not supported; take the bfloat16 model")
+    given = Given.of_text(data, name)
+    blocks_of(given)  # which refuses weights that are quantised in another way than fp8
     try:
         config = FAMILIES[model_type].dimensions(given)
         return replace(
@@ -88,7 +86,7 @@ def dimensions_of(data: Mapping[str, Any], name: str, *, dtype: str = "bfloat16"
             dtype=_dtype(given, "dtype", "torch_dtype") or dtype,
             state_dtype=_dtype(given, "mamba_ssm_cache_dtype", "mamba_ssm_dtype"),
             # transformers' class with images reads the outer value, its class without them the inner one.
-            tie_embeddings=any(Given(part, name).flag("tie_word_embeddings", False) for part in parts),
+            tie_embeddings=any(part.flag("tie_word_embeddings", False) for part in (Given(data, name), given)),
         )
     except ValueError as error:
         if str(error).startswith(f"{name}: "):

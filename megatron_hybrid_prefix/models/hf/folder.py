@@ -20,37 +20,15 @@ from typing import Any
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
 from megatron_hybrid_prefix.models.hf.family import FAMILIES
+from megatron_hybrid_prefix.models.hf.given import Given
+from megatron_hybrid_prefix.models.hf.stored import DTYPES, Block, StoredWeight, blocks_of, with_scales
 from megatron_hybrid_prefix.text.hf_tokens import GENERATION_CONFIG, end_token_ids, read_object
 
-_DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)}
 _INDEX = "model.safetensors.index.json"
 _ONE_FILE = "model.safetensors"
+_MODELOPT = "hf_quant_config.json"  # of modelopt; config.json need not say it again
 _HEADER_BYTES = 100_000_000  # the format's limit
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredWeight:
-    """A weight in a file.
-
-    Attributes:
-        name: Its name.
-        file: The file.
-        dtype: "float32", "bfloat16" or "float16".
-        shape: Its shape.
-        offset_bytes: Where its values begin in the file.
-    """
-
-    name: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset_bytes: int
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes in the file."""
-        return math.prod(self.shape) * (4 if self.dtype == "float32" else 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +41,7 @@ class HfFolder:
         config: The model's dimensions.
         generation: Values of ``generation_config.json``; empty where there is none.
         end_tokens: ``eos_token_id`` of ``generation_config.json`` and ``config.json``: tokens that end an answer.
+        blocks: As of `blocks_of`: what scales of weights in fp8 may be for.
     """
 
     path: Path
@@ -70,6 +49,7 @@ class HfFolder:
     config: HybridModelConfig
     generation: Mapping[str, Any]
     end_tokens: tuple[int, ...] = ()
+    blocks: tuple[Block, ...] = ()
 
     @property
     def name(self) -> str:
@@ -81,9 +61,10 @@ class HfFolder:
         """Every weight of the folder by its name.
 
         Raises:
-            ValueError: A file is missing, truncated or no safetensors file; it and one of its weights are named.
+            ValueError: A file is missing, truncated or no safetensors file; it and one of its weights are named. Or as of
+                `with_scales`.
         """
-        return stored_weights(self.path)
+        return with_scales(stored_weights(self.path), self.blocks)
 
     def check_weights(self) -> None:
         """Reads the headers of all files. Raises ValueError as `weights`, or where there is none."""
@@ -107,10 +88,14 @@ def open_folder(path: str | os.PathLike[str]) -> HfFolder:
         raise ValueError(_no_folder(str(path)))
     folder = Path(path)
     data = _read_json(folder / "config.json")
+    if data.get("quantization_config") is None and (folder / _MODELOPT).is_file():
+        of_modelopt = Given(_read_json(folder / _MODELOPT), str(folder / _MODELOPT)).inner("quantization")
+        data["quantization_config"] = {"quant_method": "modelopt", **of_modelopt.data}
     generation = folder / GENERATION_CONFIG
     found = _read_json(generation) if generation.is_file() else {}
+    blocks = blocks_of(Given.of_text(data, str(folder / "config.json")))
     try:
-        weights = stored_weights(folder)
+        weights = with_scales(stored_weights(folder), blocks)
     except ValueError:  # raised again where weights are needed; some commands need none
         weights = {}
     # For a config.json that does not say the dtype: that of the weights.
@@ -127,6 +112,7 @@ def open_folder(path: str | os.PathLike[str]) -> HfFolder:
         config=config,
         generation=found,
         end_tokens=end_token_ids(folder),
+        blocks=blocks,
     )
     if weights:
         vars(opened)["weights"] = weights  # as the property would read them again
@@ -204,14 +190,14 @@ def _weights_of(file: Path) -> dict[str, StoredWeight]:
             dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"{file} is no safetensors file: its header says nothing of {name}") from None
-        if dtype not in _DTYPES:
-            raise ValueError(f"{file}: {name} has dtype {dtype}, none of {', '.join(_DTYPES)}")
-        if end - begin != math.prod(shape) * _DTYPES[dtype][1]:
+        if dtype not in DTYPES:
+            raise ValueError(f"{file}: {name} has dtype {dtype}, none of {', '.join(DTYPES)}")
+        if end - begin != math.prod(shape) * DTYPES[dtype][1]:
             raise ValueError(f"{file}: {name} has {end - begin:,} bytes, not those of {dtype} {list(shape)}")
         if end > data_bytes:
             raise ValueError(f"{file} is truncated: it ends {end - data_bytes:,} bytes before the end of {name}")
         place = 8 + header_bytes + begin
-        weights[name] = StoredWeight(name=name, file=file, dtype=_DTYPES[dtype][0], shape=shape, offset_bytes=place)
+        weights[name] = StoredWeight(name=name, file=file, dtype=DTYPES[dtype][0], shape=shape, offset_bytes=place)
     return weights
 
 

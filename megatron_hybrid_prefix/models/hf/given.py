@@ -53,6 +53,12 @@ class Given:
     def __init__(self, data: Mapping[str, Any], name: str) -> None:
         self.data, self.name = data, name
 
+    @classmethod
+    def of_text(cls, data: Mapping[str, Any], name: str) -> Given:
+        """Of a language model: the values of a ``text_config`` take the place of the outer ones."""
+        text = data.get("text_config")
+        return cls({**data, **text} if isinstance(text, dict) else data, name)
+
     def error(self, text: str) -> ValueError:
         """An error about this file."""
         return ValueError(f"{self.name}: {text}")
@@ -116,6 +122,13 @@ class Given:
             found = []
         if found != [0.0, float("inf")]:
             raise self.error(f"time_step_limit is {shown(limits)}: megatron's mixer does not clamp the step size")
+
+    def inner(self, name: str) -> Given:
+        """A value that is a JSON object."""
+        value = self.get(name)
+        if not isinstance(value, dict):
+            raise self.error(f"{name} is {shown(value)}, no JSON object")
+        return Given(value, f"{self.name}: {name}")
 
     def texts(self, *names: str) -> list[str] | None:
         """The first of these names with a value, as a list of texts."""
