@@ -34,7 +34,7 @@ from copy import copy
 
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
 from megatron_hybrid_prefix.index.settings import CacheSettings
-from megatron_hybrid_prefix.index.tree import Node
+from megatron_hybrid_prefix.index.tree import Node, Session
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason, with_boundary
 from megatron_hybrid_prefix.requests.blocks_by_id import BlocksById
@@ -163,6 +163,8 @@ class HybridPrefixCache:
         verify_at_tokens: int = 0,
         breakpoints: Sequence[int] = (),
         counted_tokens: int = 0,
+        session: str | None = None,
+        ends_session: bool = False,
     ) -> Admission | None:
         """Shares the matched blocks, pins the source checkpoint, and allocates new blocks. All or nothing.
 
@@ -202,6 +204,8 @@ class HybridPrefixCache:
             breakpoints: Token positions up to which other prompts will share this one. Each is rounded down to a block
                 boundary. Positions outside the computed part of the prompt are ignored.
             counted_tokens: Tokens of the request that the statistics have already: it was preempted, or starts over.
+            session: Id of the session that the request belongs to, among those of its salt: see `end_session`.
+            ends_session: That is over once the request is released.
 
         Returns:
             The admission; None when there are too few KV blocks, even after eviction.
@@ -234,6 +238,8 @@ class HybridPrefixCache:
                     verify_at_tokens=verify_at_tokens,
                     breakpoints=breakpoints,
                     counted_tokens=counted_tokens,
+                    session=session,
+                    ends_session=ends_session,
                 )
             match = source.as_match(match, loading.slot)
             beyond = device.tree.path([node.key for node in beyond])  # some may have gone for the slot
@@ -255,6 +261,8 @@ class HybridPrefixCache:
             load=loading,
             uncounted=match,
             counted_tokens=counted_tokens,
+            session=None if session is None else (match.chain.seed, session),
+            ends_session=ends_session,
         )
         if live.pinned_slot is not None:
             device.slots.pin(live.pinned_slot)
@@ -493,11 +501,15 @@ class HybridPrefixCache:
 
     # -- 8. release, invalidate ----------------------------------------------------------------------------------------
 
-    def release(self, request_id: int) -> bool:
+    def release(self, request_id: int, *, comes_back: bool = False) -> bool:
         """The request finished, was aborted or was preempted. Drops its references; its keyed blocks stay cached.
 
         The id can be used again at once. If the request has plans in flight, its blocks are dropped when the last plan
         is settled.
+
+        Args:
+            request_id: The request.
+            comes_back: It was preempted: its session is not over.
 
         Returns:
             False when there is no such request.
@@ -505,11 +517,22 @@ class HybridPrefixCache:
         live = self._requests.live.pop(request_id, None)
         if live is None:
             return False
+        live.ends_session = live.ends_session and not comes_back
         if live.plans:
             self._requests.ending.append(live)
         else:
             self._let_go(live)
         return True
+
+    def end_session(self, session: Session) -> None:
+        """No request of this session comes any more. States that only sessions used which are over go before others.
+
+        If one comes all the same, it finds what is left.
+
+        Args:
+            session: `KeyChain.seed` of its requests, and the id.
+        """
+        self._device.end_session(session)
 
     def release_all(self) -> None:
         """Releases all live requests, drops all swapped-out ones, and frees the blocks of `blocks.allocate`."""
@@ -599,6 +622,10 @@ class HybridPrefixCache:
             self.loads.end(live)
         if live.decoded:
             self._device.end_decoded(*live.decoded[-1])
+        if live.session is not None or self._device.tree.sessions.seen:
+            self._device.note_session(live.path, live.session)
+            if live.session is not None and live.ends_session:
+                self._device.end_session(live.session)
         self._unpin_source(live)
         self._device.blocks.release(live.block_ids, live.path)
         if live.live_slot is not None:

@@ -91,6 +91,9 @@ class PrefixStats:
         checkpoints_skipped: States that were not kept because there was no slot.
         checkpoints_by_reason: States published, by `CheckpointReason`.
         evictions: States evicted, to make room or together with their KV block.
+        evictions_ended: Those of them that only ended sessions had used: they went before all others (``cache_session``).
+        uses_of_ended: Prompts that resumed from such a state all the same. What was evicted by then they could not use.
+        sessions_ended: Sessions that ended.
         kv_evictions: KV blocks evicted.
         scores_evictions: Blocks whose log-probs were evicted because the budget was full.
         invalidations: Times the cache was emptied because the weights changed, or may have: `invalidate`, a new generation epoch,
@@ -126,6 +129,9 @@ class PrefixStats:
         default_factory=lambda: {reason.name.lower(): 0 for reason in CheckpointReason}
     )
     evictions: int = 0
+    evictions_ended: int = 0
+    uses_of_ended: int = 0
+    sessions_ended: int = 0
     kv_evictions: int = 0
     scores_evictions: int = 0
     invalidations: int = 0

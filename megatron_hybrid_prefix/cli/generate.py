@@ -17,6 +17,7 @@ and for the engine "ours":
     "cache_read"          false: do not reuse cached prefixes
     "cache_write"         false: do not cache this request
     "cache_breakpoints"   token positions up to which other prompts will share this one
+    "cache_session"       {"id": text, "end": true}: its session, and whether that is over with it
 
 --conversation: one JSON object, {"system": "...", "context": "...", "turns": ["...", ...]}. The first engine's answers become the
 history for all engines, so all engines get the same prompts. The end of each message is sent as a breakpoint

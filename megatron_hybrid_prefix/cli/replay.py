@@ -6,6 +6,7 @@ examples:
     hybrid-prefix replay trace.jsonl --eviction lru --interval 0
     hybrid-prefix replay trace.jsonl --interval 4096                # interval states every 4096 tokens
     hybrid-prefix replay trace.jsonl --preset nemotron-h-8b --cache-gb 10 20 40
+    hybrid-prefix replay trace.jsonl --hints 0 60                   # and with sessions whose ends the cache is told
 
 TRACE is a file with one JSON object per line, in one of three formats:
     Mooncake   "timestamp", "input_length", "output_length", and "hash_ids" of 512-token blocks
@@ -15,6 +16,10 @@ TRACE is a file with one JSON object per line, in one of three formats:
 With --cache-gb, KV, checkpoints and the state of the running request share one memory of so many GiB, with the bytes of
 the model of --preset or --hf. --mamba-gb limits the bytes of the checkpoints in it, and --host-gb adds a host tier.
 With --state-slots the number of checkpoints is limited, and KV is not.
+
+With --hints each policy runs again with sessions, and is told that one is over so many seconds after its last request (0: at once, what an RL
+loop knows; else a client's time-out). A trace names no sessions: a request continues the latest one whose whole blocks, two or
+more, begin its prompt.
 
 Requests run one after another, by time. Answers are not replayed. The replay uses the same cache classes as the engine.
 The last row, "no limits", is a cache with unlimited memory and a state after every block.
@@ -40,7 +45,7 @@ from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, 
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_from
 from megatron_hybrid_prefix.lab.memory import GIB, Memory, bytes_of
 from megatron_hybrid_prefix.lab.replay import Replayed, TooLargeError, ceiling_tokens, replay, unlimited_kv
-from megatron_hybrid_prefix.lab.traces import Trace, read_trace
+from megatron_hybrid_prefix.lab.traces import Trace, read_trace, sessions_of
 from megatron_hybrid_prefix.policy.registry import eviction_policy_names
 
 DEFAULT_SLOTS = (64, 256, 1024, 4096)
@@ -75,6 +80,8 @@ def make_parser() -> ArgumentParser:
     add("--eviction", nargs="+", choices=names, default=DEFAULT_POLICIES, metavar="NAME", help=text)
     text = "distance of interval states, a multiple of the block; 0: none (default: by the prompt's length)"
     add("--interval", type=options.whole_number, metavar="TOKENS", help=text)
+    text = "tell the cache that a session is over, this many seconds after its last request"
+    add("--hints", nargs="+", type=options.seconds, default=[], metavar="SECONDS", help=text)
     options.add_options(parser, "--json")
     return parser
 
@@ -104,7 +111,7 @@ def budgets_of(args: argparse.Namespace, trace: Trace, sizes: Sizes | None) -> d
 def run_all(
     trace: Trace, args: argparse.Namespace, budgets: dict[str, dict[str, Any]], interrupt: Interrupt
 ) -> dict[str, dict[str, Replayed]]:
-    """Replays the trace with every policy at every budget: results by both.
+    """Replays the trace with every policy, without hints and with each of them, at every budget: results by both.
 
     Raises:
         InputError: The interval is no multiple of the block, or a budget is too large.
@@ -114,17 +121,25 @@ def run_all(
         text = f"--interval: {args.interval} is not a multiple of the block of {trace.block_tokens} tokens"
         raise InputError(text)
     rule = {"retention_interval_tokens": args.interval}
-    runs: dict[str, dict[str, Replayed]] = {policy: {} for policy in args.eviction}
+    hinted = {policy: (policy, dict[str, Any]()) for policy in args.eviction}
+    if args.hints:
+        sessions = sessions_of(trace)
+        for policy in args.eviction:
+            for seconds in args.hints:
+                hints = {"sessions": sessions, "ends_after_s": seconds}
+                hinted[f"{policy}, ends told after {seconds:g} s"] = policy, hints
+    runs: dict[str, dict[str, Replayed]] = {name: {} for name in hinted}
     total = len(trace.requests) * len(budgets)
     with terminal.progress(list(runs), total) as done, terminal.as_input_errors(TooLargeError):
-        for policy, found in runs.items():
+        for name, found in runs.items():
+            policy, hints = hinted[name]
             for budget, sizes in budgets.items():
 
-                def on_request(count: int, policy: str = policy, before: int = len(found)) -> None:
+                def on_request(count: int, name: str = name, before: int = len(found)) -> None:
                     interrupt.check()
-                    done(policy, before * len(trace.requests) + count)
+                    done(name, before * len(trace.requests) + count)
 
-                found[budget] = replay(trace, on_request=on_request, eviction_policy=policy, **sizes, **rule)
+                found[budget] = replay(trace, on_request=on_request, eviction_policy=policy, **hints, **sizes, **rule)
     return runs
 
 

@@ -23,6 +23,7 @@ LINE_FIELDS: dict[str, type] = {
     "cache_read": bool,
     "cache_write": bool,
     "cache_breakpoints": list,
+    "cache_session": dict,
 }
 
 

@@ -147,6 +147,7 @@ class KeyChain:
         tokens: Length of the sequence.
         epoch: Weights epoch of the keys.
         private: Whether no other process can have these keys, because they are those of an adapter.
+        seed: See Args: that of salt, adapter and epoch.
         starts: Short hashes of the first block, without and with salt and adapter, for `Starts`; None: it is not full, or not known.
 
     Args:
@@ -155,7 +156,7 @@ class KeyChain:
         remember: See `KeyMaker.chain`.
     """
 
-    __slots__ = ("_maker", "_remember", "_seed", "_tail", "epoch", "keys", "private", "starts", "tokens")
+    __slots__ = ("_maker", "_remember", "_tail", "epoch", "keys", "private", "seed", "starts", "tokens")
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class KeyChain:
         self.private = private
         self.starts: tuple[int, int] | None = None
         self._maker = maker
-        self._seed = seed
+        self.seed = seed
         self._remember = remember
         self._tail = b""  # bytes of the tokens after the last full block
 
@@ -190,7 +191,7 @@ class KeyChain:
         self.tokens += len(data) // TOKEN_BYTES
         if self._tail:
             data = memoryview(self._tail + data)
-        used = self._maker.extend(self.keys, self._seed, data, remember=self._remember)
+        used = self._maker.extend(self.keys, self.seed, data, remember=self._remember)
         self._tail = bytes(data[used:])
         return data[:used]
 
@@ -201,7 +202,7 @@ class KeyChain:
             self.tokens,
             epoch=self.epoch,
             maker=self._maker,
-            seed=self._seed,
+            seed=self.seed,
             private=self.private,
             remember=self._remember,
         )

@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 NO_BLOCK = -1
 
 
+type Session = tuple[bytes | None, str]
+"""Whose sessions these are, and a session's id: ids of other salts are other sessions."""
+
+
 class Node:
     """A cached block, and possibly the state at its end.
 
@@ -40,10 +44,11 @@ class Node:
         reason: Why that state is kept, on the device or on the host; None: no tier has it.
         used: Whether a request has resumed from that state.
         private: Whether no other process can ask for this block (`KeyChain.private`).
+        sessions: Open sessions that used that state (`Sessions`); None: requests without a session used it, too.
         refs: Number of child nodes, and of its entries on tiers below the device.
     """
 
-    __slots__ = ("block_id", "depth_blocks", "key", "parent", "private", "reason", "refs", "slot", "used")
+    __slots__ = ("block_id", "depth_blocks", "key", "parent", "private", "reason", "refs", "sessions", "slot", "used")
 
     def __init__(self, key: bytes, parent: Node | None, block_id: int) -> None:
         self.key = key
@@ -53,6 +58,7 @@ class Node:
         self.slot = NO_SLOT
         self.reason: CheckpointReason | None = None
         self.used = self.private = False
+        self.sessions: set[Session] | None = None
         self.refs = 0
 
     def __repr__(self) -> str:
@@ -78,6 +84,7 @@ class PrefixTree:
     Attributes:
         version: Grows whenever a match could give another result.
         epoch: Weights epoch of all nodes.
+        sessions: Which of them used which states.
 
     Args:
         epoch: Weights epoch at the start.
@@ -88,6 +95,7 @@ class PrefixTree:
         self.epoch = epoch
         self._beside = beside
         self._nodes: dict[bytes, Node] = {}
+        self.sessions = Sessions()
         self.version = 0
 
     def __iter__(self) -> Iterator[Node]:
@@ -131,6 +139,7 @@ class PrefixTree:
     def state_left(self, node: Node) -> None:
         """No tier has the node's state any more."""
         node.reason = None
+        self.sessions.forget(node)
         if self._beside is not None:
             self._beside.drop_state(node.key)
         self.version += 1
@@ -140,9 +149,57 @@ class PrefixTree:
         for node in self._nodes.values():
             node.parent = None  # breaks reference cycles, so that the garbage collector has no work
         self._nodes.clear()
+        self.sessions.clear()
         if self._beside is not None:
             self._beside.clear()
         self.version += 1
+
+
+class Sessions:
+    """Sessions that are not over, and the states that they alone used.
+
+    A request of a session uses all states on its path. A state that requests without a session used belongs to none, for good.
+
+    Attributes:
+        seen: Whether a request had a session. Without one there is nothing to do.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._states: dict[Session, dict[Node, None]] = {}
+
+    def note(self, path: Iterable[Node], session: Session | None) -> list[Node]:
+        """A request is over. Returns the states on its path that sessions alone had used."""
+        self.seen = self.seen or session is not None
+        found = [node for node in path if node.sessions is not None and node.reason is not None]
+        for node in found:
+            if session is None or node.sessions is None:
+                self.forget(node)
+            else:
+                node.sessions.add(session)
+                self._states.setdefault(session, {})[node] = None
+        return found
+
+    def forget(self, node: Node) -> None:
+        """The state is gone, or anybody's now."""
+        for session in node.sessions or ():
+            states = self._states[session]
+            del states[node]
+            if not states:
+                del self._states[session]
+        node.sessions = None
+
+    def end(self, session: Session) -> list[Node]:
+        """A session is over. Returns the states that no open session used."""
+        states = list(self._states.pop(session, ()))
+        for node in states:
+            assert node.sessions is not None
+            node.sessions.remove(session)
+        return [node for node in states if not node.sessions]
+
+    def clear(self) -> None:
+        """All states are gone."""
+        self._states.clear()
 
 
 _GHOSTS_PER_BLOCK = 4  # remembered keys, as a multiple of the blocks that the memory holds

@@ -7,6 +7,7 @@ record answers. Needs neither torch nor megatron.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from time import perf_counter
@@ -16,7 +17,7 @@ from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.console.terminal import no_garbage_collection
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.settings import CacheSettings
-from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest
+from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest, TraceSessions
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 MOST_ENTRIES = 2**23
@@ -65,12 +66,13 @@ class CacheServer:
         self._cache = HybridPrefixCache(CacheSettings(**settings))
         self._next_id = 0
 
-    def serve(self, request: TraceRequest) -> int | None:
+    def serve(self, request: TraceRequest, session: str | None = None, *, ends_session: bool = False) -> int | None:
         """Runs a request. Returns the reused prompt tokens; None if it needs too many KV blocks."""
         cache = self._cache
         self._next_id += 1
         match = cache.match(KeyChain(request.keys, request.prompt_tokens))
-        admission = cache.admit(self._next_id, match, load=True) or cache.admit(self._next_id, match)
+        hint: dict[str, Any] = {"session": session, "ends_session": ends_session}
+        admission = cache.admit(self._next_id, match, load=True, **hint) or cache.admit(self._next_id, match, **hint)
         if admission is None:
             return None
         plan = cache.plan(self._next_id, admission.resume_tokens, request.prompt_tokens)
@@ -79,16 +81,29 @@ class CacheServer:
         cache.release(self._next_id)
         return admission.resume_tokens
 
+    def end_session(self, session: str) -> None:
+        """No request of it comes any more."""
+        self._cache.end_session((b"", session))
+
     def counters(self) -> Mapping[str, Any]:
         """Counters of the cache, and who uses its memory, by name."""
         return self._cache.stats().as_dict() | {"memory_use": asdict(self._cache.memory_use())}
 
 
-def replay(trace: Trace, *, on_request: Callable[[int], None] = lambda done: None, **settings: Any) -> Replayed:
+def replay(
+    trace: Trace,
+    *,
+    sessions: TraceSessions | None = None,
+    ends_after_s: float = 0.0,
+    on_request: Callable[[int], None] = lambda done: None,
+    **settings: Any,
+) -> Replayed:
     """Replays all requests of a trace through a new cache.
 
     Args:
         trace: Recorded requests.
+        sessions: Requests say to which of these they belong; None: no request does.
+        ends_after_s: The cache is told that a session is over so many seconds after its last request; 0: with it.
         on_request: Called from time to time with the number of finished requests. May raise to stop the replay.
         **settings: Fields of `CacheSettings`: sizes (`unlimited_kv`, `Memory.cache_sizes`) and rules.
 
@@ -100,13 +115,19 @@ def replay(trace: Trace, *, on_request: Callable[[int], None] = lambda done: Non
         if (count := settings.get(name) or 0) > MOST_ENTRIES:
             raise TooLargeError(f"{count:,} {what}: a replay has at most {MOST_ENTRIES:,}")
     server = CacheServer(block_tokens=trace.block_tokens, **settings)
-    reused = array("q")
+    reused, over = array("q"), deque[tuple[float, str]]()  # sessions whose end the cache is told later
     refused, every = 0, ceil_div(len(trace.requests), _CALLS)
     # A long trace makes millions of objects that stay. Scanning them for garbage would take longer than the replay.
     with no_garbage_collection():
         start = perf_counter()
         for number, request in enumerate(trace.requests, 1):
-            tokens = server.serve(request)
+            while over and over[0][0] <= request.timestamp:
+                server.end_session(over.popleft()[1])
+            session = None if sessions is None else str(sessions.numbers[number - 1])
+            ends = sessions is not None and sessions.last.get(sessions.numbers[number - 1]) == number - 1
+            tokens = server.serve(request, session, ends_session=ends and not ends_after_s)
+            if ends and ends_after_s and session is not None:
+                over.append((request.timestamp + ends_after_s * trace.ticks, session))
             refused += tokens is None
             reused.append(tokens or 0)
             if number % every == 0 or number == len(trace.requests):

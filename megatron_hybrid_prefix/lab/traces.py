@@ -4,9 +4,9 @@
   id per block of 512 tokens. An id means the same text in every request.
 - *session*: ids are valid within a session, and there is a ``block_size``. Either one line per session, with
   ``block_size`` and ``requests``, each with ``t`` (s), ``in`` and ``hash_ids`` (a request of ``type`` "subagent" has
-  ``requests`` itself). Or one line per request, with ``session_id``, ``timestamp``, ``input_length``, ``hash_ids`` and
+  ``requests`` itself, whose times count from its own). Or one line per request, with ``session_id``, ``timestamp``, ``input_length``, ``hash_ids`` and
   ``block_size``.
-- *text*: one line per request, with ``timestamp`` and ``input``: the whole prompt as text. A token is a byte.
+- *text*: one line per request, with ``timestamp`` (us) and ``input``: the whole prompt as text. A token is a byte.
 
 Requests are sorted by time. Most traces have an id for the last block of a prompt even if it is not full. A cache
 cannot keep such a block, so it is left out. A key depends on all ids before it, so equal keys mean equal prompts up to
@@ -16,8 +16,10 @@ there, even if a trace repeats an id at another place.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ class TraceRequest:
     Attributes:
         keys: One key per full block of the prompt, front first.
         prompt_tokens: Length of the prompt.
-        timestamp: Arrival time, in the unit of the trace.
+        timestamp: Arrival time, in the unit of the trace (`Trace.ticks`).
     """
 
     keys: list[bytes]
@@ -52,11 +54,13 @@ class Trace:
     Attributes:
         format: "mooncake", "session" or "text".
         block_tokens: Tokens per block.
+        ticks: Units of time of its timestamps in a second.
         requests: The requests.
     """
 
     format: str
     block_tokens: int
+    ticks: float = 1.0
     requests: tuple[TraceRequest, ...]
 
     @property
@@ -94,7 +98,50 @@ def read_trace(paths: Sequence[Path], *, block_tokens: int | None = None, limit:
     if reader is None or not found:
         raise InputError(f"{', '.join(map(str, paths))}: no requests in it")
     found.sort(key=lambda request: request.timestamp)
-    return Trace(format=reader.format, block_tokens=reader.block_tokens, requests=tuple(found[:limit]))
+    return Trace(
+        format=reader.format, block_tokens=reader.block_tokens, ticks=reader.ticks, requests=tuple(found[:limit])
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSessions:
+    """Who would know which requests of a trace belong together, and when no more come.
+
+    Attributes:
+        numbers: The session of each request.
+        last: With which request each session ends, by its number; one that is missing never ends.
+    """
+
+    numbers: list[int]
+    last: dict[int, int]
+
+
+def sessions_of(trace: Trace, *, early: float = 0.0, never: float = 0.0, seed: int = 0) -> TraceSessions:
+    """The sessions of a trace, which names none: a request continues the latest one whose whole blocks, two or more, begin its prompt.
+
+    Args:
+        trace: The trace.
+        early: Share of the sessions that are said to end with their first request.
+        never: Share that are never said to end.
+        seed: Which these are.
+    """
+    newest: dict[bytes, int] = {}  # the latest request with exactly these whole blocks, by the last of their keys
+    numbers: list[int] = []
+    unused = count()
+    for number, request in enumerate(trace.requests):
+        before = max((newest.get(key, -1) for key in request.keys[1:]), default=-1)
+        numbers.append(next(unused) if before < 0 else numbers[before])
+        if len(request.keys) > 1:
+            newest[request.keys[-1]] = number
+    last = {session: number for number, session in enumerate(numbers)}
+    dice, first = random.Random(seed), {session: number for number, session in reversed(list(enumerate(numbers)))}
+    for session in list(last):
+        drawn = dice.random()
+        if drawn < early:
+            last[session] = first[session]
+        elif drawn < early + never:
+            del last[session]
+    return TraceSessions(numbers=numbers, last=last)
 
 
 def _format_of(data: dict[str, Any]) -> str:
@@ -150,9 +197,11 @@ class _Reader:
     Attributes:
         format: Its name.
         block_tokens: Tokens per block; 0: not known yet, the lines say it.
+        ticks: See `Trace`.
     """
 
     format: str
+    ticks = 1.0
     block_tokens = 0
 
     def __init__(self, block_tokens: int | None) -> None:
@@ -188,6 +237,7 @@ class _IdReader(_Reader):
 
 class _MooncakeReader(_IdReader):
     format = "mooncake"
+    ticks = 1e3
     block_tokens = MOONCAKE_BLOCK_TOKENS
 
     def requests(self, data: dict[str, Any]) -> Iterator[TraceRequest]:
@@ -215,27 +265,30 @@ class _SessionReader(_IdReader):
             raise _Malformed('"session_id" must be text or a whole number')
         yield self._request(data, (session,), "timestamp", "input_length")
 
-    def _of_session(self, data: dict[str, Any], scope: int | None) -> Iterator[TraceRequest]:
+    def _of_session(self, data: dict[str, Any], scope: int | None, start: float = 0.0) -> Iterator[TraceRequest]:
         requests = data["requests"]
         if not isinstance(requests, list) or not all(isinstance(item, dict) for item in requests):
             raise _Malformed('"requests" must be a list of objects')
         for number, item in enumerate(requests, 1):
             try:
                 if "requests" in item:
-                    yield from self._of_session(item, scope)
+                    yield from self._of_session(item, scope, start + (_time(item, "t") if "t" in item else 0.0))
                 else:
-                    yield self._request(item, scope, "t", "in")
+                    yield self._request(item, scope, "t", "in", start)
             except _Malformed as error:
                 raise _Malformed(f"request {number}: {error}") from None
 
-    def _request(self, data: dict[str, Any], scope: Any, time_name: str, length_name: str) -> TraceRequest:
+    def _request(
+        self, data: dict[str, Any], scope: Any, time_name: str, length_name: str, start: float = 0.0
+    ) -> TraceRequest:
         tokens = _count(data, length_name)
         keys = self.keys(scope, _hash_ids(data, tokens, self.block_tokens))
-        return TraceRequest(keys=keys, prompt_tokens=tokens, timestamp=_time(data, time_name))
+        return TraceRequest(keys=keys, prompt_tokens=tokens, timestamp=start + _time(data, time_name))
 
 
 class _TextReader(_Reader):
     format = "text"
+    ticks = 1e6
     block_tokens = TEXT_BLOCK_TOKENS
 
     def __init__(self, block_tokens: int | None) -> None:

@@ -7,7 +7,8 @@ what the states that need it are worth. When a tier needs room, these go first:
 2. *Unneeded* KV: no state of the tier needs it, so no request can resume there. Unneeded longest first; the deepest
    block first. On the host, KV that the device has, too, counts as unneeded: nothing is lost with it.
 3. On the host: a state that the device has, too.
-4. The state that the eviction policy names. The KV that only it needed is unneeded then.
+4. A state that only ended sessions used (``cache_session``), ended longest ago first.
+5. The state that the eviction policy names. The KV that only it needed is unneeded then.
 
 `Ancestry` says which kept states are above and below each other, and how much KV only one of them needs. It is a compressed trie over
 the nodes of the prefix tree, with the nodes where a state is kept, and the forks: nodes where the paths to two of them part. The
@@ -44,6 +45,7 @@ class TierIndex[N: KeptState](ABC):
         users: By node: 1 if its state is in ``states``, and 1 for each child with users. A node without users is not in it: no
             state needs its KV.
         unneeded: Nodes of all unneeded KV that no running request holds, in the order of eviction.
+        ended: Nodes of states that only ended sessions used, in the order of eviction.
     """
 
     def __init__(self, eviction: EvictionPolicy[N]) -> None:
@@ -51,6 +53,7 @@ class TierIndex[N: KeptState](ABC):
         self.states: set[N] = set()
         self.users: dict[N, int] = {}
         self.unneeded: OrderedDict[N, None] = OrderedDict()
+        self.ended: dict[N, None] = {}
 
     def clear(self) -> None:
         """All entries are gone."""
@@ -58,6 +61,7 @@ class TierIndex[N: KeptState](ABC):
         self.states.clear()
         self.users.clear()
         self.unneeded.clear()
+        self.ended.clear()
 
     # -- what a subclass knows -----------------------------------------------------------------------------------------
 
@@ -107,6 +111,7 @@ class TierIndex[N: KeptState](ABC):
         """The node's state has left the tier."""
         self.eviction.removed(node)
         self.states.remove(node)
+        self.ended.pop(node, None)
         self._unneed(node)
 
     # -- what goes next ------------------------------------------------------------------------------------------------
@@ -124,7 +129,11 @@ class TierIndex[N: KeptState](ABC):
         Args:
             may_go: Whether a state may go that is not pinned.
         """
-        return self.eviction.victim(lambda node: not self.is_pinned(node, kv=False) and may_go(node))
+
+        def evictable(node: N) -> bool:
+            return not self.is_pinned(node, kv=False) and may_go(node)
+
+        return next(filter(evictable, self.ended), None) or self.eviction.victim(evictable)
 
     def check_needs(self, nodes: Iterable[N]) -> None:
         """Checks the counts and the order.

@@ -69,11 +69,6 @@ class BlocksById:
         device = self._device
         return device.blocks.total_blocks - requests * device.slots_per_request * device.pages.page_blocks
 
-    @property
-    def cached_count(self) -> int:
-        """Blocks that a prompt can match, held or not."""
-        return self._device.blocks.keyed_blocks
-
     def ref_counts(self) -> bytes:
         """Ref counts of all blocks: a copy, int32 in native byte order."""
         return self._device.blocks.ref_counts()

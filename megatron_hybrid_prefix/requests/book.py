@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.index.tree import Node
+from megatron_hybrid_prefix.index.tree import Node, Session
 from megatron_hybrid_prefix.metrics import NotReused
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
 from megatron_hybrid_prefix.requests.matcher import Match, Reuse
@@ -173,6 +173,8 @@ class LiveRequest:
         live_slot: Slot of its own state once it is admitted; None if the engine has slots of its own.
         uncounted: The match with which it is admitted, until its first forward is published and counted.
         counted_tokens: Tokens that were counted before: it was preempted, or started over.
+        session: Its session; None: it has none.
+        ends_session: Whether that is over once the request is released.
     """
 
     request_id: int
@@ -194,6 +196,8 @@ class LiveRequest:
     live_slot: int | None = None
     uncounted: Match | None = None
     counted_tokens: int = 0
+    session: Session | None = None
+    ends_session: bool = False
 
 
 def is_prefilling(live: LiveRequest) -> bool:

@@ -1,8 +1,8 @@
 """Bodies of requests: a strict pydantic model per route, which checks everything that does not depend on the served model.
 
 A field that is null counts as absent. Fields of other servers that would change the answer are refused (`UNSUPPORTED`); any other
-unknown field is ignored, and named once in the log. The cache has the fields ``cache_salt``, ``cache_breakpoints``, ``cache_read``
-and ``cache_write``. ``docs/server.md`` describes the fields.
+unknown field is ignored, and named once in the log. The cache has the fields ``cache_salt``, ``cache_breakpoints``, ``cache_read``,
+``cache_write`` and ``cache_session``. ``docs/server.md`` describes the fields.
 """
 
 from __future__ import annotations
@@ -192,6 +192,13 @@ def _arguments(call: Any) -> Any:
     return call
 
 
+class CacheSession(Fields):
+    """The session that a request belongs to, and whether that is over with it."""
+
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    end: bool = False
+
+
 class Body(Fields, ABC):
     """Fields of all routes that generate."""
 
@@ -228,6 +235,7 @@ class Body(Fields, ABC):
     cache_breakpoints: Breakpoints | None = None  # positions in tokens; in a chat, message numbers (None: all)
     cache_read: bool | None = None
     cache_write: bool | None = None
+    cache_session: CacheSession | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
 
     @property

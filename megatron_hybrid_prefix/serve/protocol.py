@@ -249,6 +249,7 @@ def _sampling(
         "cache_salt": body.cache_salt if tenant is None else json.dumps([tenant, body.cache_salt]),
         "cache_read": body.cache_read if served.caches else False,
         "cache_write": body.cache_write if served.caches else False,
+        "cache_session": body.cache_session and body.cache_session.model_dump(),
     }
     if body.prompt_cache_key:
         fields["routing_key"] = json.dumps([tenant, body.prompt_cache_key])

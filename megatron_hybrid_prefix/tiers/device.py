@@ -17,7 +17,7 @@ from operator import attrgetter
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.settings import CacheSettings
-from megatron_hybrid_prefix.index.tree import NO_BLOCK, Ghosts, Node, PrefixTree, Starts
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Ghosts, Node, PrefixTree, Session, Starts
 from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.base import SharesMemory
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
@@ -41,7 +41,8 @@ class MemoryUse:
         total_blocks: KV blocks that fit.
         free_blocks: Free blocks.
         held_blocks: Blocks that requests hold.
-        cached_blocks: Blocks with a key that no request holds.
+        keyed_blocks: Blocks that a prompt can match, held or not.
+        cached_blocks: Those of them that no request holds.
         unneeded_blocks: Those of them that no state needs.
         state_pages: Pages that hold states.
         live_slots: Slots of running requests.
@@ -55,6 +56,7 @@ class MemoryUse:
     total_blocks: int
     free_blocks: int
     held_blocks: int
+    keyed_blocks: int
     cached_blocks: int
     unneeded_blocks: int
     state_pages: int
@@ -242,6 +244,20 @@ class DeviceTier:
         self.copies[:] = [copy for copy in self.copies if isinstance(copy, PageClear | LoadOver)]
         self.ghosts.clear()
 
+    def note_session(self, path: Sequence[Node], session: Session | None) -> None:
+        """A request of this session is over; of none: what it used belongs to none."""
+        for node in self.tree.sessions.note(path, session):
+            self.blocks.ended.pop(node, None)
+            self.host.ended.pop(node, None)
+
+    def end_session(self, session: Session) -> None:
+        """A session is over."""
+        self.stats.sessions_ended += 1
+        for node in self.tree.sessions.end(session):
+            for tier in (self.blocks, self.host):
+                if node in tier.states:
+                    tier.ended[node] = None
+
     # -- states --------------------------------------------------------------------------------------------------------
 
     def bind(self, node: Node, slot: int, reason: CheckpointReason) -> None:
@@ -325,6 +341,8 @@ class DeviceTier:
     def use(self, node: Node) -> None:
         """A request resumes from this node's state. A guess becomes an ordinary state: two prompts share it."""
         node.used = True
+        ended = [index.ended.pop(node) for index in (self.blocks, self.host) if node in index.ended]
+        self.stats.uses_of_ended += bool(ended)
         if is_guess(node):
             self.confirm(node, CheckpointReason.JUNCTION)
         else:
@@ -350,7 +368,10 @@ class DeviceTier:
 
     def _evicted(self, node: Node) -> int:
         """Evicts the node's state. Returns its slot, which no node has now."""
-        self.host.store_state(node)
+        if node in self.blocks.ended:
+            self.stats.evictions_ended += 1
+        else:
+            self.host.store_state(node)
         self.stats.evictions += 1
         return self._take_state(node)
 
@@ -434,6 +455,7 @@ class DeviceTier:
             total_blocks=self.pages.total_blocks,
             free_blocks=self.pages.free_blocks,
             held_blocks=self.pages.held_blocks,
+            keyed_blocks=self.blocks.keyed_blocks,
             cached_blocks=self.blocks.cached_blocks,
             unneeded_blocks=len(self.blocks.unneeded),
             state_pages=self.pages.state_pages,
@@ -450,5 +472,9 @@ class DeviceTier:
         index.check_needs(self.tree)
         if any(map(is_guess, index.states)) or not all(map(is_guess, index.guesses)):
             raise CacheCorruptionError("a guess counts as an ordinary state, or the other way round")
+        if not index.ended.keys() <= index.states or not self.host.ended.keys() <= self.host.states:
+            raise CacheCorruptionError("a state that is not there would go next")
+        if any(node.sessions is None for node in (*index.ended, *self.host.ended)):
+            raise CacheCorruptionError("a state that requests without a session used would go first")
         if any(node.block_id == NO_BLOCK for node in index.users):
             raise CacheCorruptionError("a state on the device needs KV that is not there")

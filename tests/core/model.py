@@ -167,6 +167,7 @@ class ModelEngine:
         self.memory = NaiveMemory(cache, self.seen)
         self.expected: dict[bytes, Content] = {}  # what the keys of entries on the host name
         self.next_id = 0
+        self.of_session: dict[str, Any] = {}  # the session of the next requests: arguments of `HybridPrefixCache.admit`
         self.publishes_early = False  # whether forwards are published once they are launched
         self.counted = dict.fromkeys(COUNTED, 0)
 
@@ -412,7 +413,12 @@ class ModelEngine:
         self.memory.used.clear()
         was_guess = match.source_slot is not None and is_guess(self.on_slots()[match.source_slot])
         admission = self.cache.admit(
-            request_id, old_match, length_tokens=first_chunk and length, write=write, breakpoints=breakpoints
+            request_id,
+            old_match,
+            length_tokens=first_chunk and length,
+            write=write,
+            breakpoints=breakpoints,
+            **self.of_session,
         )
         assert (admission is not None) == room
         if admission is None:
@@ -496,7 +502,13 @@ class ModelEngine:
         assert cache.can_admit(match, length_tokens=length, load_of=request_id) == room
         counted_tokens, before = len(tokens) if preempted else 0, self.cache.stats()
         admission = cache.admit(
-            request_id, match, load=True, length_tokens=length, write=write, counted_tokens=counted_tokens
+            request_id,
+            match,
+            load=True,
+            length_tokens=length,
+            write=write,
+            counted_tokens=counted_tokens,
+            **self.of_session,
         )
         if admission is None:
             self.seen["load refused"] += 1

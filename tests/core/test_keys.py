@@ -42,7 +42,7 @@ def test_what_was_hashed_before_changes_no_key(block_tokens, remembered, data):
         salt, parts = data.draw(st.sampled_from([None, "a"])), data.draw(st.integers(0, len(tokens)))
         chain = maker.chain(tokens[:parts], salt=salt)
         chain.extend(tokens[parts:])
-        before, expected = maker.chain(salt=salt)._seed, []
+        before, expected = maker.chain(salt=salt).seed, []
         for start in range(0, len(tokens) // block_tokens * block_tokens, block_tokens):
             block = array("q", tokens[start : start + block_tokens]).tobytes()
             before = blake2b(before + block, key=SECRET, digest_size=16).digest()

@@ -75,6 +75,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.engine = ModelEngine(HybridPrefixCache(settings))
         self.engine.publishes_early = dice.random() < 0.7
         self.has_host = bool(host)
+        self.session_dice = random.Random(STEPS["machines"]) if STEPS["machines"] % 3 == 2 else None  # of its own
         self.known: list[list[int]] = [[]]
         self.waiting: list[Request] = []  # preempted
         STEPS["machines"] += 1
@@ -117,6 +118,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.known.append(tokens)
         salt = dice.choice(SALTS) if dice.random() < 0.2 else SALTS[0]
         first_chunk = dice.randint(1, 12) if dice.random() < 0.3 else None
+        if own := self.session_dice:
+            self.engine.of_session = {"session": own.choice(["a", "b", "c", None]), "ends_session": own.random() < 0.5}
         if self.has_host and dice.random() < 0.6:
             meanwhile = partial(self.compute_some, dice) if dice.random() < 0.5 else None
             loaded = self.engine.admit_from_host(tokens, salt, first_chunk=first_chunk, meanwhile=meanwhile)
@@ -270,6 +273,8 @@ class CacheMachine(RuleBasedStateMachine):
             STEPS["kv evictions"] += stats.kv_evictions
             STEPS["skipped"] += stats.checkpoints_skipped
             STEPS["lost"] += stats.lost_tokens_no_state
+            STEPS["sessions_ended"] += stats.sessions_ended
+            STEPS["uses_of_ended"] += stats.uses_of_ended
             STEPS.update(stats.checkpoints_by_reason)
             STEPS.update(self.engine.seen)
             self.engine.drain()
@@ -311,6 +316,7 @@ HAPPENED = (
     *("guess used", "shared beyond by a chunk", "breakpoint", "repeat", "skipped", "admitted from the host", "resumed"),
     *(f"reason {reason}" for reason in (*NotReused, None) if reason != NotReused.NOT_READ),
     *("load failed", "load refused", "ghosts", "moved", "told of a move", "cleared", "one of a page's states"),
+    *("state of an ended session", "sessions_ended", "uses_of_ended"),
 )
 
 

@@ -54,7 +54,7 @@ def test_what_an_idle_engine_keeps_while_suspended(model, management):
 
     assert {name: storage.nbytes() for name, storage in state_storages(served).items()} == sizes
     kept = management != RECOMPUTE
-    assert (served.cache.blocks.cached_count, served.kept_states) == ((2, 1) if kept else (0, 0))
+    assert (served.cache.memory_use().keyed_blocks, served.kept_states) == ((2, 1) if kept else (0, 0))
     served.check_drained()
     assert served.send(prompt).num_cached_tokens == (2 * BLOCK if kept else 0)
     assert served.send(prompt).num_cached_tokens == 2 * BLOCK
@@ -208,7 +208,7 @@ def test_forgetting_forgets_kv_and_states_together(model, how):
     served.send(shared + tokens(0, 20, seed=2))
     FORGET[how](served.engine)
     served.check_drained()
-    assert served.cache.blocks.cached_count == served.kept_states == 0
+    assert served.cache.memory_use().keyed_blocks == served.kept_states == 0
     served.send(tokens(1, 5, seed=3))  # block ids are handed out in another order than before
     longer = served.send(shared + tokens(2, 20, seed=4))  # its only state: after 5 blocks
     miss = served.send(shared + tokens(0, 30, seed=5))  # so here is KV without a state
@@ -271,10 +271,10 @@ def test_a_forward_that_raises(model, phase, mode, monkeypatch):
     served.check_integrity()
     # What the forwards before it left (with async scheduling the last one is published in the step that fails).
     left = {"prefill": (2, 1), "chunk": (4, 2), "decode": (5, 3)}[phase]
-    assert (served.cache.blocks.cached_count, served.kept_states) == left
+    assert (served.cache.memory_use().keyed_blocks, served.kept_states) == left
     assert served.cache.stats().slots_used == served.kept_states  # reserved ones are free again
     check_reset_is_needed(served)
-    assert served.cache.blocks.cached_count == served.kept_states == 0
+    assert served.cache.memory_use().keyed_blocks == served.kept_states == 0
     first = served.send(prefix + tokens(1, 20, seed=3), count=9)
     again = served.send(prefix + tokens(1, 20, seed=3), count=9)
     assert [first.num_cached_tokens, again.num_cached_tokens] == [0, 3 * BLOCK]

@@ -169,17 +169,20 @@ def preempted(served: EngineHarness) -> list[int]:
 @each_mode
 def test_preempted_requests_keep_their_attributes(model, mode):
     served = preempting(model, mode)
-    crowd(served, {"top_n_logprobs": 3}, cache_salt="one", cache_breakpoints=[BLOCK])
+    session = {"id": "s", "end": True}
+    crowd(served, {"top_n_logprobs": 3}, cache_salt="one", cache_breakpoints=[BLOCK], cache_session=session)
     served.run()
     served.check()
     assert served.engine.evicted_request_count >= len(preempted(served)) > 0
     for number in preempted(served):
         last = served.records[number][-1]
         assert (last.sampling_params.cache_salt, last.sampling_params.cache_breakpoints) == ("one", [BLOCK])
+        assert last.sampling_params.cache_session == session
         assert (last.enable_prefix_caching, last.block_size_tokens) == (True, BLOCK)
     for request in served.finished.values():
         assert [len(entry) for entry in request.generated_top_n_logprobs] == [3] * 40
     stats = served.cache.stats()
+    assert stats.sessions_ended == 4, "with each request, however often that was preempted"
     assert stats.checkpoints_by_reason["breakpoint"] >= 4
     assert stats.reused_tokens == sum(request.num_cached_tokens for request in served.finished.values())
     # Each resumed from its own first block, unless its state made room for others.
@@ -194,7 +197,7 @@ def test_preempted_requests_that_must_not_be_cached(model):
     crowd(served, cache_write=False)
     served.run()
     assert preempted(served)
-    assert served.cache.blocks.cached_count == served.kept_states == served.cache.stats().reused_tokens == 0
+    assert served.cache.memory_use().keyed_blocks == served.kept_states == served.cache.stats().reused_tokens == 0
     served.finish()
 
 

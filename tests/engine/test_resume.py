@@ -162,7 +162,7 @@ def test_nothing_computed_before_a_suspension_is_reused(own_models, name, manage
         assert served.context.prefix_stats().tiers["host"].states
     served.engine.suspend()
     copy_in_place(model, trained)
-    blocks, on_host = served.cache.blocks.cached_count, served.context.prefix_stats().tiers["host"].kv_blocks
+    blocks, on_host = served.cache.memory_use().keyed_blocks, served.context.prefix_stats().tiers["host"].kv_blocks
     served.engine.resume()
     said = f"{blocks} cached KV blocks and {on_host} on the host are dropped, with their states: resume()"
     assert sum(said in record.message for record in caplog.records) == 1

@@ -84,6 +84,8 @@ _TOGETHER: dict[str, Asked] = {
     "parts of no tokens": Asked([1, 2], {"streaming_interval": 0}, "streaming_interval", in_messages=False),
     "for another engine": Asked([1, 2], {"do_kv_handoff": True}, "do_kv_handoff"),
     "breakpoints of text": Asked([1, 2], {"cache_breakpoints": "2"}, "cache_breakpoints"),
+    "a session by its name": Asked([1, 2], {"cache_session": "a"}, "cache_session"),
+    "a session that may end": Asked([1, 2], {"cache_session": {"id": "a", "end": "no"}}, "cache_session"),
 }
 
 BAD: dict[str, Asked] = _prompts() | _fields() | _TOGETHER

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from megatron_hybrid_prefix.cli import replay as command
 from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped
 from megatron_hybrid_prefix.lab.replay import Replayed, ceiling_tokens, replay, unlimited_kv
-from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest, read_trace
+from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest, read_trace, sessions_of
 from megatron_hybrid_prefix.policy.registry import eviction_policy_names
 from tests.harness.trace_helpers import KINDS, made_up
 
@@ -95,8 +96,43 @@ def test_ids_of_a_session_mean_nothing_in_another():
 def test_an_agent_within_a_session_shares_its_ids():
     inner = {"t": 1, "type": "subagent", "requests": [step(1, 64, [1]), step(2, 100, [1, 7])]}
     trace = read_trace_of([session(step(0, 64, [1]), inner, step(3, 130, [1, 7]))])
-    # 64 of 64 tokens are cached, but one has to be computed.
+    # 64 of 64 tokens are cached, but one has to be computed. The agent starts at 1.
+    assert [(request.timestamp, len(request.keys)) for request in trace.requests] == [(0, 1), (2, 1), (3, 1), (3, 2)]
     assert list(ceiling_tokens(trace)) == [0, 0, 64, 64]
+
+
+def test_a_request_continues_the_latest_session_whose_whole_blocks_begin_its_prompt():
+    prompts = [[1], [1, 2], [1, 2, 3], [1, 2], [1, 2, 3, 4], [1, 2, 4], [1], [5, 2, 3]]
+    trace = read_trace_of([mooncake(ids, len(ids) * 512 + 1, timestamp=at) for at, ids in enumerate(prompts)])
+    sessions = sessions_of(trace)
+    assert sessions.numbers == [0, 1, 1, 1, 1, 1, 2, 3], "one block, or another beginning, continues none"
+    assert sessions.last == {0: 0, 1: 5, 2: 6, 3: 7}
+    assert sessions_of(trace, early=1.0).last == {0: 0, 1: 1, 2: 6, 3: 7} and not sessions_of(trace, never=1.0).last
+
+
+@pytest.mark.parametrize("wrong", [{}, {"early": 0.3}, {"never": 1.0}])
+@pytest.mark.parametrize("after_s", [0, 3])
+def test_a_cache_that_is_told_of_ends_reuses_more(wrong, after_s):
+    """Chats of four turns, of which some run at once, beside prompts that never come back; a second is two requests."""
+    dice, lines, open_chats = random.Random(0), [], {}
+    for number in range(600):
+        if dice.random() < 0.5:
+            ids = [10**6 + number, 1]
+        else:
+            name = dice.choice([*open_chats, number]) if len(open_chats) < 6 else dice.choice(list(open_chats))
+            ids = open_chats[name] = [*open_chats.get(name, [10**7 + name, 2]), 10**8 + number]
+            if len(ids) > 6:
+                del open_chats[name]
+        lines.append(mooncake(ids, len(ids) * 512 + 1, timestamp=500 * number))
+    trace = read_trace_of(lines)
+    without, hinted = (
+        replay(trace, sessions=sessions, ends_after_s=after_s, **unlimited_kv(trace, 8))
+        for sessions in (None, sessions_of(trace, **wrong))
+    )
+    assert hinted.reused_token_fraction > (1.2 if not wrong else 0.98) * without.reused_token_fraction
+    assert (
+        bool(hinted.counters["evictions_ended"]) == (wrong != {"never": 1.0}) and not without.counters["sessions_ended"]
+    )
 
 
 def test_a_line_may_be_one_request_of_a_session():

@@ -81,6 +81,7 @@ TABLE: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"cache_breakpoints": [0]}, "cache_breakpoints"), ({"cache_breakpoints": [2]}, "cache_breakpoints"),
         ({"cache_breakpoints": [10**30]}, "cache_breakpoints"), ({"min_tokens": 2}, "min_tokens"),
         ({"prompt": ["x", "y"], "cache_breakpoints": [1]}, "cache_breakpoints"),
+        *(({"cache_session": given}, "cache_session") for given in ("x", {}, {"id": ""}, {"id": 5}, {"id": "x", "end": 1}, {"id": "x" * 257})),
         *(({"logit_bias": {"5": 1, name: 1}}, "logit_bias") for name in ("x", "512", "-1", "9" * 400, "²", "٣", "05", " 6", "+6", "6_0", "-0")),
         ({"logit_bias": {"1": "1"}}, "logit_bias"), ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"stop_token_ids": [512]}, "stop_token_ids"), ({"stop": ""}, "stop"), ({"stop": ["x", ""]}, "stop"), ({"model": "gpt"}, "model"),

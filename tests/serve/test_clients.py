@@ -82,6 +82,13 @@ def test_breakpoints_count_once_and_in_order():
     assert model.chat.count == 2  # the prompt, and up to one message
 
 
+@pytest.mark.parametrize("given", [{"id": "a"}, {"id": "a", "end": True}])
+def test_a_session_is_passed_on(given):
+    asked = read_request(COMPLETION | {"cache_session": given}, "completions", served(), None)
+    assert asked.sampling["cache_session"] == {"end": False} | given
+    assert "cache_session" not in read_request(COMPLETION, "completions", served(), None).sampling
+
+
 def test_a_long_conversation_renders_a_bounded_number_of_times():
     model = served(limit_tokens=10**9)
     messages = [{"role": "user", "content": ""}] * 5_000

@@ -127,6 +127,8 @@ class Admissions:
             verify_at_tokens=known.verify_at_tokens,
             breakpoints=(*known.breakpoints, *known.wanted),
             counted_tokens=known.counted_tokens,
+            session=known.session,
+            ends_session=known.ends_session,
         )
         if admission is None:
             raise BlockOverflowError(req.request_id)

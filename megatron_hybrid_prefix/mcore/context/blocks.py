@@ -39,7 +39,7 @@ class _CachedKeys(Mapping[str, int]):
         return (node.key.hex() for node in self._cache.nodes() if node.block_id != NO_BLOCK)
 
     def __len__(self) -> int:
-        return self._cache.blocks.cached_count
+        return self._cache.memory_use().keyed_blocks
 
 
 class HybridPrefixBlockAllocator(BlockAllocatorSeam):

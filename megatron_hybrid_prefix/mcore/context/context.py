@@ -464,18 +464,18 @@ class HybridPrefixContext(SlotContext):
 
     def evict_overflow_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
         """Preempted requests swap out to the host."""
-        # Exact ones resume at their last cached block: a state inside of a chunk is none that a prefill has.
-        self._step.swaps_out = self.host_moves is not None and not self.is_exact
+        self._step.preempts = True
         try:
             return super().evict_overflow_paused_requests(*args, **kwargs)
         finally:
-            self._step.swaps_out = False
+            self._step.preempts = False
 
     @override
     def release_memory_blocks_from_request_indexes(self, request_indexes: torch.Tensor) -> None:
         """Finished, preempted and aborted requests release everything; blocks with a key stay cached."""
         request_ids = self.request_ids[request_indexes].tolist()
-        if self._step.swaps_out:
+        # Exact ones resume at their last cached block: a state inside of a chunk is none that a prefill has.
+        if self._step.preempts and self.host_moves is not None and not self.is_exact:
             computed = (self.request_kv_length_offsets + self.request_query_lengths)[request_indexes].tolist()
             live_indices = self.live_indices[request_indexes].tolist()
             self.states.flush(live_indices, computed, [NO_SLOT] * len(live_indices))
@@ -485,7 +485,7 @@ class HybridPrefixContext(SlotContext):
         for request_id in request_ids:
             if request_id in self._step.parts:
                 self.prefix_cache.abandon(self._step.parts.pop(request_id)[1], "released")
-            self.prefix_cache.release(request_id)
+            self.prefix_cache.release(request_id, comes_back=self._step.preempts)
         self.request_to_kv_block_ids[request_indexes] = -1
         self.states.live.release(self.live_indices[request_indexes])
         self.mamba_metadata.free_slots(request_indexes)
@@ -516,7 +516,7 @@ class HybridPrefixContext(SlotContext):
             why: Log what is dropped, if there is anything, and this. (Nothing is left if new weights were announced before.)
         """
         stats = self.prefix_cache.stats()
-        blocks, on_host = self.prefix_cache.blocks.cached_count, stats.tiers[HOST].kv_blocks
+        blocks, on_host = self.prefix_cache.memory_use().keyed_blocks, stats.tiers[HOST].kv_blocks
         if why and (blocks or on_host):
             logger.warning(
                 "%d cached KV blocks and %d on the host are dropped, with their states: %s", blocks, on_host, why

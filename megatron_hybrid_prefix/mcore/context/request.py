@@ -11,6 +11,8 @@ through megatron's data-parallel coordinator:
 - ``cache_breakpoints``: a sequence of ints, positions in the prompt up to which other prompts share it (such as the end of a
   system prompt or document). The state there is checkpointed on first sight. Each is rounded down to the end of a block.
   Any order; positions beyond the prompt are ignored.
+- ``cache_session``: ``{"id": text, "end": bool}``, the request's session among those of its salt, and whether that is over with it.
+  What only sessions used that are over goes first when memory is short;
 - ``cache_reuse``: no option, but what comes back the same way: what the request reused, as a dict with the fields of `Reuse`.
 """
 
@@ -51,6 +53,8 @@ class PrefixRequest:
         read: Whether the request may reuse cached prefixes.
         write: Whether what it computes may be cached.
         breakpoints: Token positions up to which other prompts share this one.
+        session: Its session; None: it has none.
+        ends_session: Whether that is over with it.
         wanted: Positions whose state other requests wait for.
         take_sample: Called once, at the first hit: whether to recompute and compare this hit.
         verify_at_tokens: Position to verify; 0: none.
@@ -70,6 +74,8 @@ class PrefixRequest:
     read: bool
     write: bool
     breakpoints: tuple[int, ...] = ()
+    session: str | None = None
+    ends_session: bool = False
     wanted: set[int] = field(default_factory=set)
     take_sample: Callable[[], bool] | None = None
     verify_at_tokens: int = 0
@@ -115,7 +121,7 @@ class StepState:
         published_plans: Plans that were published when it was launched.
         failed: Whether a step raised since the last reset.
         failed_plans: Plans that were published when their forward was launched, and whose step failed afterwards.
-        swaps_out: Whether requests that are released now were preempted, and go to the host.
+        preempts: Whether requests that are released now were preempted.
         verified_hits: Hits that were computed again (``verify_hits``); ``verify_mismatches``: those that differed.
     """
 
@@ -123,7 +129,7 @@ class StepState:
     published_plans: int = 0
     failed: bool = False
     failed_plans: int = 0
-    swaps_out: bool = False
+    preempts: bool = False
     verified_hits: int = 0
     verify_mismatches: int = 0
 
@@ -222,6 +228,7 @@ class KnownRequests:
         )
         keeps_scores = self._scores.budget_bytes > 0
         write = bool(getattr(params, "cache_write", True))
+        session, ends_session = _session(request_id, getattr(params, "cache_session", None))
         prompt: NDArray[np.int64] = tokens.detach().to("cpu", torch.int64).contiguous().numpy()
         return PrefixRequest(
             prompt=prompt,
@@ -236,6 +243,8 @@ class KnownRequests:
             top_n=int(getattr(params, "top_n_logprobs", 0) or 0) if wants_prompt and keeps_scores else None,
             scores=self._scores,
             breakpoints=_breakpoints(request_id, getattr(params, "cache_breakpoints", None)),
+            session=session,
+            ends_session=ends_session,
         )
 
 
@@ -246,6 +255,15 @@ def _breakpoints(request_id: int, value: Any) -> tuple[int, ...]:
     if listed and all(isinstance(item, int) and not isinstance(item, bool) for item in value):
         return tuple(value)
     raise ValueError(f"request {request_id}: cache_breakpoints={shown(value)}: must be a sequence of ints")
+
+
+def _session(request_id: int, value: Any) -> tuple[str | None, bool]:
+    match value:
+        case None:
+            return None, False
+        case {"id": str() as name, **more} if name and more in ({}, {"end": True}, {"end": False}):
+            return name, bool(more.get("end"))
+    raise ValueError(f'request {request_id}: cache_session={shown(value)}: must be {{"id": text, "end": bool}}')
 
 
 class RequestLoads:

@@ -180,7 +180,7 @@ class Session(EngineHarness):
             "live_slots": [context.states.live.slot(index) for index in context.live_indices[rows].tolist()],
             "waiting": list(self.engine.waiting_request_ids),
             "available_blocks": cache.blocks.available_count,
-            "cached_keys": cache.blocks.cached_count,
+            "cached_keys": cache.memory_use().keyed_blocks,
             "cached": sorted([node.block_id, node.slot, node.depth_blocks] for node in nodes),
             "on_host": sorted([*entry.pages, entry.tag.depth_tokens] for entry in cache._device.host.entries()),
         }
