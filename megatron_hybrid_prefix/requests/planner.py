@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason, boundaries_in_span, with_boundary
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.requests.book import LiveRequest, PlannedCheckpoint, StepPlan
@@ -73,7 +72,7 @@ class StepPlanner:
             depth_blocks = checkpoint.position_tokens // self._block_tokens
             node = live.path[depth_blocks - 1] if kept and depth_blocks <= len(live.path) else None
             if node is not None and node.slot == NO_SLOT:
-                self._publish(live, node, checkpoint.slot, checkpoint.reason)
+                self._device.publish(node, checkpoint.slot, checkpoint.reason, live.session)
                 live.written.append(node)
             else:
                 self._device.slots.abandon(checkpoint.slot)
@@ -120,15 +119,10 @@ class StepPlanner:
         if slot is None:
             self._stats.checkpoints_skipped += 1
             return None
-        self._publish(live, node, slot, CheckpointReason.DECODE)
+        device.publish(node, slot, CheckpointReason.DECODE, live.session)
         device.protect(slot)
         live.decoded.append((node, slot))
         return slot
-
-    def _publish(self, live: LiveRequest, node: Node, slot: int, reason: CheckpointReason) -> None:
-        if node.reason is None:  # no tier has the state
-            node.sessions = None if live.session is None else set()
-        self._device.publish(node, slot, reason)
 
     def _reserve(self, live: LiveRequest, start_tokens: int, end_tokens: int) -> tuple[PlannedCheckpoint, ...]:
         """Reserves slots for the boundaries in the span, the most important reason first."""

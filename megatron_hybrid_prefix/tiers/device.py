@@ -314,8 +314,10 @@ class DeviceTier:
             self.unbind(node)
         return node is not None
 
-    def publish(self, node: Node, slot: int, reason: CheckpointReason) -> None:
-        """Makes the state in the reserved ``slot`` matchable. The node must have no state on the device."""
+    def publish(self, node: Node, slot: int, reason: CheckpointReason, session: Session | None) -> None:
+        """Makes the state in the reserved ``slot``, of a request of this session, matchable. The node must have no state on the device."""
+        if node.reason is None:  # nor on any other tier
+            node.sessions = None if session is None else set()
         self.bind(node, slot, reason)
         self.stats.checkpoints_published += 1
         self.stats.checkpoints_by_reason[reason.name.lower()] += 1
