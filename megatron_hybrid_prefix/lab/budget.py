@@ -131,7 +131,8 @@ def parameter_count(config: HybridModelConfig) -> int:
         + (2 * keys + values) * config.d_conv
         + 2 * config.gdn_num_value_heads
         + config.gdn_value_head_dim,
-        "*": hidden * ((2 + config.attention_output_gate) * heads + 2 * kv) + 2 * config.kv_channels * config.qk_norm,
+        "*": hidden * ((2 + config.attention_output_gate) * heads + 2 * kv)
+        + (heads + kv if config.attention_post_norm else 2 * config.kv_channels) * config.qk_norm,
         "-": gated * hidden * config.ffn_hidden_size,
         "E": gated * experts * config.expert_ffn_hidden_size * (latent or hidden)
         + hidden * (experts + 2 * latent + gated * shared + config.moe_shared_expert_gate)

@@ -43,6 +43,8 @@ TAPS = range(2, 5)
 class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
     """Megatron's layer, with dynamic inference by slots."""
 
+    beta_scale = 1.0  # see `upstream.delta_net.scale_beta`
+
     def slot_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Query, key, value, output gate, beta and decay of each token, packed."""
         return self.in_proj(hidden_states)[0]
@@ -133,7 +135,7 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
         q, k, v = qkv.split([self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp], dim=-1)
         q, k = (part.unflatten(-1, (-1, self.key_head_dim)) for part in (q, k))
         v, z = (part.unflatten(-1, (-1, self.value_head_dim)) for part in (v, z))
-        return q, k, v, z, *gates(alpha, beta, self.A_log, self.dt_bias, wrong)
+        return q, k, v, z, *gates(alpha, beta, self.A_log, self.dt_bias, wrong, self.beta_scale)
 
     def _gated(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Norm of each head, times its gate: (..., value heads, V) to (..., inner width)."""

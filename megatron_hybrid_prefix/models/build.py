@@ -17,7 +17,7 @@ from megatron_hybrid_prefix.models import inference_layers
 from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
 from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
 from megatron_hybrid_prefix.models.multipliers import multiplier_fields, scale_attention, scale_residuals, with_parts
-from megatron_hybrid_prefix.models.norms import Float32RMSNorm, fuse_sums_and_norms
+from megatron_hybrid_prefix.models.norms import Float32RMSNorm, NormOfHeads, fuse_sums_and_norms, norm_outputs
 from megatron_hybrid_prefix.models.weights import initialise_weights
 from megatron_hybrid_prefix.ops.elementwise import SwiGLU, squared_relu
 from megatron_hybrid_prefix.platform import Platform, ensure_platform, running_platform
@@ -86,7 +86,7 @@ def build_hybrid_model(
         preset_or_config = folder.config
     config = preset_or_config if isinstance(preset_or_config, HybridModelConfig) else get_preset(str(preset_or_config))
     platform.check_cuda_graphs(overrides.get("cuda_graph_impl", "none"))
-    transformer_impl = _transformer_impl(overrides.get("transformer_impl"), platform)
+    transformer_impl = _transformer_impl(overrides.get("transformer_impl"), platform, config)
     overrides = _graph_fields(config, transformer_impl, platform, overrides) | overrides
     if transformer_impl == inference_layers.NAME:
         inference_layers.check_inference_layers(config, platform, overrides)
@@ -104,7 +104,7 @@ def build_hybrid_model(
     from megatron.core import parallel_state
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    from megatron_hybrid_prefix.upstream.delta_net import mark_packed_parameters
+    from megatron_hybrid_prefix.upstream.delta_net import mark_packed_parameters, scale_beta
 
     transformer_config = _transformer_config(config, platform, overrides)
     check_sizes(transformer_config, "the model's config")
@@ -127,6 +127,9 @@ def build_hybrid_model(
     model.hybrid_config = config
     model.hf_model_type = None if folder is None else folder.model_type
     scale_attention(model)
+    norm_outputs(model, config)
+    if (config.gdn_beta_scale, config.gated_norm_epsilon) != (1.0, None):
+        scale_beta(model, config.gdn_beta_scale, config.gated_norm_epsilon)
     if platform.has_transformer_engine and transformer_impl == "local":
         _use_local_final_norm(model)
     model.requires_grad_(False)
@@ -315,13 +318,15 @@ def _recurrent_fields(config: HybridModelConfig) -> dict[str, int]:
     return fields
 
 
-def _transformer_impl(asked: str | None, platform: Platform) -> str:
+def _transformer_impl(asked: str | None, platform: Platform, config: HybridModelConfig) -> str:
     if asked is None:
-        return "transformer_engine" if platform.has_transformer_engine else "local"
+        return "transformer_engine" if platform.has_transformer_engine and not config.attention_post_norm else "local"
     if asked not in ("transformer_engine", "local", inference_layers.NAME):
         raise ValueError(f"transformer_impl={asked!r}: use 'transformer_engine', 'local' or {inference_layers.NAME!r}")
     if asked == "transformer_engine" and not platform.has_transformer_engine:
         raise ValueError("transformer_impl='transformer_engine' needs a GPU and an installed Transformer Engine")
+    if asked != "local" and config.attention_post_norm:
+        raise ValueError(f"transformer_impl={asked!r} has no norms behind layers (attention_post_norm); use 'local'")
     return asked
 
 
@@ -342,6 +347,11 @@ def _layer_specs(config: HybridModelConfig, transformer_impl: str) -> Any:
     else:
         spec = _te_layer_specs(config, optimized=transformer_impl == inference_layers.NAME)
     spec = scale_residuals(spec, config.residual_multiplier)
+    if config.qk_norm and config.attention_post_norm:
+        q, k = (partial(NormOfHeads, heads) for heads in ("num_attention_heads", "num_query_groups"))
+        attention = spec.submodules.attention_layer
+        normed = with_parts(attention.submodules.self_attention, q_layernorm=q, k_layernorm=k)
+        spec = with_parts(spec, attention_layer=with_parts(attention, self_attention=normed))
     mamba = spec.submodules.mamba_layer
     mixer = dataclasses.replace(
         mamba.submodules.mixer, params={"chunk_size": config.chunk_size, "d_conv": config.d_conv}

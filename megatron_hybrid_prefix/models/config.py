@@ -27,6 +27,7 @@ class HybridModelConfig:
         gdn_num_value_heads: Its value heads, each with a matrix as state; those that share a key head are neighbours.
         gdn_key_head_dim: Channels of a query and a key head (K).
         gdn_value_head_dim: Channels of a value head (V).
+        gdn_beta_scale: How much of its value a token writes (beta) is a sigmoid times this; 2 allows negative eigenvalues.
         d_conv: Taps of the causal convolution in ``M`` and ``G`` layers.
         chunk_size: Tokens in a chunk of the SSD scan (a power of two).
         num_attention_heads: Query heads.
@@ -44,11 +45,14 @@ class HybridModelConfig:
         yarn_truncate: Round the first and the last of the channels between the two to whole ones, outwards.
         attention_output_gate: Multiply the output of each attention head by the sigmoid of a projection of its input.
         qk_norm: RMS norm of each query and each key head before its rotary embedding.
+        attention_post_norm: As OLMo 2: attention layers, and MLP layers behind them, normalise their output, not their input; the
+            norms of ``qk_norm`` are of all heads of a token together.
         attention_multiplier: Queries times keys are multiplied by it before the softmax; None: by 1 / sqrt(kv_channels).
         embedding_multiplier: The embeddings of tokens are multiplied by it.
         residual_multiplier: The output of every layer is multiplied by it before the residual is added.
         logits_scaling: The logits are divided by it.
         layernorm_epsilon: Epsilon of the RMS norms.
+        gated_norm_epsilon: That of the norm inside of ``G`` layers; None: ``layernorm_epsilon``.
         dtype: Parameters' dtype: "float32" or "bfloat16".
         float32_norms: Keep the weights of RMS norms in float32 whatever ``dtype`` is. For families whose norms multiply by
             1 + weight: bfloat16 would round the sum to 8 bits, and the weight alone is small. Not with Transformer Engine.
@@ -92,6 +96,7 @@ class HybridModelConfig:
     gdn_num_value_heads: int = 0
     gdn_key_head_dim: int = 0
     gdn_value_head_dim: int = 0
+    gdn_beta_scale: float = 1.0
     d_conv: int = 4
     chunk_size: int = 128
     activation: str = "relu2"
@@ -105,11 +110,13 @@ class HybridModelConfig:
     yarn_truncate: bool = True
     attention_output_gate: bool = False
     qk_norm: bool = False
+    attention_post_norm: bool = False
     attention_multiplier: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     layernorm_epsilon: float = 1e-5
+    gated_norm_epsilon: float | None = None
     dtype: str = "bfloat16"
     float32_norms: bool = False
     state_dtype: str | None = None
@@ -188,7 +195,7 @@ class HybridModelConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
         multipliers = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
-        for name in ("layernorm_epsilon", *multipliers):
+        for name in ("layernorm_epsilon", "gated_norm_epsilon", *multipliers):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name}={value}: must be above 0")
@@ -210,6 +217,8 @@ class HybridModelConfig:
             raise ValueError(
                 f"activation={self.activation!r}: with G layers use 'swiglu'; megatron's have the SiLU of the whole model"
             )
+        if self.attention_post_norm and self.symbols - set("G*-") | set(self.mtp_layer_pattern):
+            raise ValueError("attention_post_norm=True: only with G, * and - layers, and without mtp_layer_pattern")
         if "G" in self.mtp_layer_pattern:
             raise ValueError(f"mtp_layer_pattern={self.mtp_layer_pattern!r}: G layers cannot predict drafts")
 
@@ -265,6 +274,10 @@ class HybridModelConfig:
         """Layers of every kind."""
         return len(self.layers)
 
+    def normalises_output(self, number: int) -> bool:
+        """Whether the layer of this number, from 0, has its norm behind it (``attention_post_norm``)."""
+        return self.attention_post_norm and (self.layers[number] == "*" or self.layers[: number + 1].endswith("*-"))
+
     def count(self, symbol: str) -> int:
         """Number of layers with this symbol."""
         return self.layer_pattern.count(symbol)
@@ -318,6 +331,8 @@ class HybridModelConfig:
             raise ValueError(f"{'tp' if etp == tp else 'etp'}={etp} does not divide {name}={getattr(self, name)}")
         if self.num_query_groups % tp and tp % self.num_query_groups:
             raise ValueError(f"tp={tp} is neither a divisor nor a multiple of num_query_groups={self.num_query_groups}")
+        if self.attention_post_norm and self.num_query_groups % tp:
+            raise ValueError(f"tp={tp} does not divide num_query_groups={self.num_query_groups} (attention_post_norm)")
         if pp > 1 and self.tie_embeddings:
             raise ValueError("tied embeddings with pp > 1 are not supported")
         return split_into_stages(self.layer_pattern, pp)
@@ -575,6 +590,27 @@ PRESETS: dict[str, HybridModelConfig] = {
         moe_router_topk=10,
         moe_ffn_hidden_size=768,
         moe_shared_expert_intermediate_size=1536,
+    ),
+    # Those of allenai/Olmo-Hybrid-7B.
+    "olmo-hybrid-7b": HybridModelConfig(
+        layer_pattern="G-G-G-*-" * 8,
+        hidden_size=3840,
+        vocab_size=100352,
+        max_sequence_length=65536,
+        gdn_num_key_heads=30,
+        gdn_num_value_heads=30,
+        gdn_key_head_dim=96,
+        gdn_value_head_dim=192,
+        gdn_beta_scale=2.0,
+        num_attention_heads=30,
+        num_query_groups=30,
+        kv_channels=128,
+        ffn_hidden_size=11008,
+        activation="swiglu",
+        qk_norm=True,
+        attention_post_norm=True,
+        layernorm_epsilon=1e-6,
+        gated_norm_epsilon=1e-5,
     ),
     "qwen3-next-80b-a3b": _QWEN3_NEXT_80B,
     "qwen3.5-27b": _QWEN3_5_27B,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _has_any_global_hook
 
+from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.ops.gated_norm import gated_rms_norm
 from megatron_hybrid_prefix.ops.residual_norm import can_fuse, norm_of_sum
 
@@ -32,6 +33,46 @@ class Float32RMSNorm(torch.nn.RMSNorm):
         if x.is_cuda and not torch.is_grad_enabled() and x.dtype != self.weight.dtype and self.eps is not None:
             return gated_rms_norm(x, self.weight, None, self.eps, x.shape[-1], True)
         return super().forward(x)
+
+
+class NormOfHeads(torch.nn.Module):
+    """RMS norm of all query (or key) heads of a token together. Megatron sums the ranks' gradients of such weights: each has all."""
+
+    def __init__(self, heads: str, *, hidden_size: int, config: Any, eps: float) -> None:
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(getattr(config, heads) * hidden_size, eps=eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., heads of this rank, channels), likewise out."""
+        from megatron.core import parallel_state, tensor_parallel
+
+        rows = x.flatten(-2)
+        # All ranks compute what one alone would. To send sums of squares only would be less, but adds up in another order.
+        whole = self.norm(tensor_parallel.all_gather_last_dim_from_tensor_parallel_region(rows))
+        own: torch.Tensor = whole.split(rows.shape[-1], -1)[parallel_state.get_tensor_model_parallel_rank()]
+        return own.contiguous().view(x.shape)
+
+
+def norm_outputs(model: Any, config: HybridModelConfig) -> None:
+    """Put norms behind the layers of a built ``HybridModel`` that normalise their output, and not before them."""
+    for layer in model.decoder.layers:
+        if config.normalises_output(number := layer.layer_number - 1):
+            is_mlp = config.layers[number] == "-"
+            norm, add = ("pre_mlp_layernorm", "mlp_bda") if is_mlp else ("input_layernorm", "self_attn_bda")
+            layer.output_norm = getattr(layer, norm)
+            setattr(layer, add, partial(_get_add_of_norm, layer.output_norm, getattr(layer, add)))
+            setattr(layer, norm, torch.nn.Identity())
+            layer.recompute_input_layernorm = layer.recompute_pre_mlp_layernorm = False
+
+
+def _get_add_of_norm(norm: torch.nn.Module, get_add: Callable[..., Any], training: bool, fused: bool) -> Any:
+    add = get_add(training, fused)
+
+    def add_norm(output: Any, residual: torch.Tensor, dropout: float) -> Any:
+        x, bias = output
+        return add((norm(x if bias is None else x + bias), None), residual, dropout)
+
+    return add_norm
 
 
 class NormOfSum(Float32RMSNorm):

@@ -17,8 +17,9 @@ def gates(
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
     wrong: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``-exp(a_log) * softplus(alpha + dt_bias)`` and ``sigmoid(beta)``, computed in float32.
+    """``-exp(a_log) * softplus(alpha + dt_bias)`` and ``scale * sigmoid(beta)``, computed in float32.
 
     Args:
         alpha: (..., heads), floating; rows may be strided.
@@ -27,6 +28,7 @@ def gates(
         dt_bias: (heads,), floating, contiguous.
         wrong: (>= tokens,) int32, gets 1 for each token with a result that no scan may see (`ops/elementwise.py`); it is zero then. None: a
             decode, whose tokens do not meet.
+        scale: Of beta: 2 allows negative eigenvalues (https://arxiv.org/abs/2411.12537).
 
     Returns:
         log_decay: (..., heads) float32 (float64 of float64), contiguous.
@@ -34,7 +36,8 @@ def gates(
     """
     if alpha.dtype == torch.float64 or not runs_kernel(alpha):
         wide = torch.promote_types(alpha.dtype, torch.float32)
-        found = -a_log.to(wide).exp() * softplus(alpha.to(wide) + dt_bias), sigmoid(beta.to(wide)).to(beta.dtype)
+        log_decay, rate = -a_log.to(wide).exp() * softplus(alpha.to(wide) + dt_bias), scale * sigmoid(beta.to(wide))
+        found = log_decay, rate.to(beta.dtype)
         return found if wrong is None else (zero_wrong(found[0], wrong), zero_wrong(found[1], wrong))
     log_decay = torch.empty(alpha.shape, dtype=torch.float32, device=alpha.device)
     rate = torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
@@ -51,6 +54,7 @@ def gates(
             log_decay if wrong is None else wrong,
             alpha.stride(0),
             beta.stride(0),
+            scale,
             tokens,
             heads,
             MARKS=wrong is not None,
@@ -71,6 +75,7 @@ def _gates_kernel(
     wrong_ptr: tl.tensor,  # (tokens,); unused without MARKS
     stride_alpha: tl.int64,
     stride_beta: tl.int64,
+    scale: tl.tensor,
     tokens: tl.tensor,
     heads: tl.tensor,
     MARKS: tl.constexpr,
@@ -88,7 +93,7 @@ def _gates_kernel(
     beta = tl.load(beta_ptr + rows * stride_beta + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     out = rows * heads + columns[None, :]
     log_decay = -a[None, :] * stable_softplus(alpha + bias[None, :])
-    rate = 1.0 / (1.0 + tl.exp(-beta))
+    rate = scale / (1.0 + tl.exp(-beta))
     if MARKS:
         bad_decay, bad_rate = is_wrong(log_decay) | is_wrong(alpha), is_wrong(rate)  # softplus would hide NaN
         bad = tl.max(((bad_decay | bad_rate) & mask).to(tl.int32), 1)[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,20 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmod
 def has_fla() -> bool:
     """Whether flash-linear-attention is there, whose kernels megatron trains the layer with."""
     return bool(gated_delta_net.HAVE_FLA)
+
+
+def scale_beta(model: torch.nn.Module, scale: float, norm_epsilon: float | None) -> None:
+    """Multiply beta of Gated DeltaNet layers, for engines and in megatron's own forward; and set the epsilon of their norms."""
+    for module in model.modules():
+        if isinstance(module, GatedDeltaNet):
+            layer: Any = module
+            layer.beta_scale = scale
+            layer.gated_delta_rule = partial(_with_scaled_beta, layer.gated_delta_rule, scale)
+            layer.out_norm.eps = norm_epsilon or layer.out_norm.eps
+
+
+def _with_scaled_beta(rule: Any, scale: float, *args: torch.Tensor, beta: torch.Tensor, **fields: Any) -> Any:
+    return rule(*args, beta=scale * beta, **fields)
 
 
 def mark_packed_parameters(model: torch.nn.Module) -> None:

@@ -15,6 +15,7 @@ from tests.harness.workers.launch import run_play
     ("preset", "tp", "pp", "ep", "etp"),
     [
         *(("tiny", 4, 1, 1, 1), ("tiny-gdn", 4, 1, 1, 1), ("tiny", 1, 2, 1, 1)),
+        ("tiny-olmo-hybrid", 2, 1, 1, 1),  # norms of heads of both ranks
         *(("tiny-nemotron-3", 1, 1, 2, 1), ("tiny-qwen3-next", 1, 1, 2, 1)),  # each rank has experts and requests
         *(
             ("tiny-nemotron-3", 2, 1, 1, 2),
@@ -37,7 +38,7 @@ def test_ranks_give_the_bits_of_a_request_alone(tmp_path, preset, tp, pp, ep, et
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("preset", mostly_slow(["tiny", "tiny-gdn"], "tiny"))
+@pytest.mark.parametrize("preset", mostly_slow(["tiny", "tiny-gdn", "tiny-olmo-hybrid"], "tiny"))
 def test_a_trainer_on_two_ranks_has_the_bits_of_the_engine(tmp_path, preset):
     part = ["tests.harness.trainer:of_requests", [1, 60, 200], 70, 128]
     play = {"sizes": {"tp": 2}, "model": {"name": preset}, "parts": {"trainer": part}}

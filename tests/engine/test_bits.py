@@ -110,7 +110,10 @@ def decoded_otherwise(model, lengths=(63, 100, 128), count=140, block=128, **fie
 
 
 @pytest.mark.parametrize(
-    "case", mostly_slow(["tiny 96", "tiny 128", "tiny_gdn 64", "both_kinds 128", "biased 128"], "tiny 96")
+    "case",
+    mostly_slow(
+        ["tiny 96", "tiny 128", "tiny_gdn 64", "both_kinds 128", "biased 128", "tiny_olmo_hybrid 64"], "tiny 96"
+    ),
 )
 def test_a_decode_has_the_bits_of_one_forward_over_prompt_and_answer(request, case):
     """Prompts that end inside of a chunk, a token before its end, and at it; answers over two ends."""

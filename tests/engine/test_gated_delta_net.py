@@ -17,20 +17,22 @@ from megatron_hybrid_prefix.upstream.delta_net import mark_packed_parameters
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.naive_model import NaiveHybridModel
+from tests.harness.named_models import named
 
 
 @pytest.mark.parametrize("with_slots", [False, True], ids=["megatrons_class", "slot_class"])
-def test_the_reference_is_what_megatron_trains(platform, with_slots):
+@pytest.mark.parametrize(("name", "number"), [("tiny-gdn", 3), ("tiny-olmo-hybrid", 2)])
+def test_the_reference_is_what_megatron_trains(platform, with_slots, name, number):
     """Megatron's own forward, with PyTorch in place of flash-linear-attention."""
-    model = build_hybrid_model("tiny-gdn", seed=0, platform=platform)
+    model = build_hybrid_model(named(name), seed=0, platform=platform)
     if with_slots:
         build_engine(model)
-    layer = model.decoder.layers[3].self_attention
+    layer = model.decoder.layers[number].self_attention
     hidden = torch.randn(150, 1, 64, generator=torch.Generator().manual_seed(0))
     with torch.compiler.set_stance("force_eager"), torch.no_grad():
         theirs, bias = layer(hidden, attention_mask=None)
     reference = NaiveHybridModel(model, model.hybrid_config)
-    expected = reference._delta_net(hidden[:, 0].double(), "decoder.layers.3.self_attention.", None, None)
+    expected = reference._delta_net(hidden[:, 0].double(), f"decoder.layers.{number}.self_attention.", None, None)
     assert bias is None
     assert (theirs[:, 0] - expected).abs().max() <= 1e-5 * expected.abs().max()
 

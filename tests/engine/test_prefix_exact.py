@@ -130,14 +130,15 @@ MODELS = [
     *(("tiny", 96, "legacy"), ("tiny", 256, "async"), ("tiny_two_taps", 96, "legacy")),
     *(("tiny_gdn", 192, "async"), ("tiny_mixed", 64, "async"), ("tiny_qwen3_next", 64, "async")),
     ("tiny_nemotron_3", 96, "async"),
-    ("tiny_granite", 64, "async"),
+    *(("tiny_granite", 64, "async"), ("tiny_olmo_hybrid", 64, "async")),
 ]
 # Zeros beside Mamba2 say nothing of one kind alone.
 GDN_MUTANTS = [
     *((tails, "tiny_gdn", "conv_zeroed"), (junctions, "tiny_gdn", "ssm_zeroed"), (tails, "tiny_mixed", "ssm_zeroed")),
     *((lengths_around_blocks, "tiny_mixed", "ssm_zeroed"), (mixed_batches, "tiny_mixed", "other_depth")),
     *((junctions, "tiny_qwen3_next", "ssm_zeroed"), (junctions, "tiny_qwen3_next", "conv_zeroed")),
-    (tails, "tiny_granite", "ssm_zeroed"),
+    *((tails, "tiny_granite", "ssm_zeroed"), (tails, "tiny_olmo_hybrid", "ssm_zeroed")),
+    (junctions, "tiny_olmo_hybrid", "conv_zeroed"),
 ]
 RUNS = [
     *((scenario, *model, None) for scenario in SCENARIOS for model in MODELS),
@@ -148,7 +149,7 @@ RUNS = [
     *((preempted, "tiny", 64, "legacy", None), (preempted, "tiny", 64, "async", "conv_zeroed")),
     *(
         (preempted, name, 64, "async", None)
-        for name in ("tiny_mixed", "tiny_qwen3_next", "tiny_nemotron_3", "tiny_granite")
+        for name in ("tiny_mixed", "tiny_qwen3_next", "tiny_nemotron_3", "tiny_granite", "tiny_olmo_hybrid")
     ),
     *((tails, "tiny_qwen3_5", 64, "async", mutant) for mutant in (None, "ssm_zeroed")),
     *(
@@ -167,6 +168,7 @@ FAST = [
         for scenario, mutant in zip(SCENARIOS, (*MUTANTS, "ssm_zeroed"), strict=True)
     ),
     *((tails, "tiny_mixed", 64, "async", "ssm_zeroed"), (junctions, "tiny_qwen3_next", 64, "async", "ssm_zeroed")),
+    (tails, "tiny_olmo_hybrid", 64, "async", None),
     *((tails, "tiny_granite", 64, "async", None), (tails, "tiny_granite", 64, "async", "ssm_zeroed")),
     *((preempted, "tiny", 64, "legacy", None), (preempted, "tiny_mixed", 64, "async", None)),
 ]

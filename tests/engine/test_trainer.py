@@ -33,7 +33,10 @@ def built(name, platform):
 @pytest.mark.parametrize(
     "case",
     mostly_slow(
-        ["tiny 96", "both 128", "tiny-granite-dense 64", "tiny-gdn 64", "tiny-moe 64", "tiny-qwen3-next 64"],
+        [
+            *("tiny 96", "both 128", "tiny-granite-dense 64", "tiny-gdn 64", "tiny-moe 64", "tiny-qwen3-next 64"),
+            "tiny-olmo-hybrid 64",
+        ],
         "tiny 96",
         "both 128",
         "tiny-moe 64",

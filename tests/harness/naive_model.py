@@ -105,6 +105,9 @@ class NaiveHybridModel:
             elif symbol == "G":
                 normed = self._norm(x, prefix + "input_layernorm.weight")
                 x = x + by * self._delta_net(normed, prefix + "self_attention.", zero_ssm_at, zero_conv_at)
+            elif self.config.normalises_output(i):
+                layer, part = (self._attention, "self_attention.") if symbol == "*" else (self._mlp, "mlp.")
+                x = x + by * self._norm(layer(x, prefix + part), prefix + "output_norm.weight")
             elif symbol == "*":
                 normed = self._norm(x, prefix + "input_layernorm.weight")
                 x = x + by * self._attention(normed, prefix + "self_attention.")
@@ -203,7 +206,12 @@ class NaiveHybridModel:
         heads = [per_group, per_group * c.attention_output_gate, 1, 1]
         qkv = (x @ w[prefix + "linear_qkv.weight"].T).view(n, c.num_query_groups, sum(heads), c.kv_channels)
         q, gate, k, v = qkv.split(heads, dim=2)
-        if c.qk_norm:
+        if c.qk_norm and c.attention_post_norm:
+            q, k = (
+                self._norm(part.flatten(1), f"{prefix}{name}_layernorm.norm.weight").view_as(part)
+                for name, part in (("q", q), ("k", k))
+            )
+        elif c.qk_norm:
             q, k = self._norm(q, prefix + "q_layernorm.weight"), self._norm(k, prefix + "k_layernorm.weight")
         if c.rotary_base is not None:
             q, k = self._turned(q), self._turned(k)
@@ -279,7 +287,7 @@ class NaiveHybridModel:
         qk, inner = key_heads * key_dim, heads * value_dim
         qkv, z, b, a = (x @ w["in_proj.weight"].T).split([2 * qk + inner, inner, heads, heads], dim=-1)
         decay = torch.exp(-torch.exp(w["A_log"]) * F.softplus(a + w["dt_bias"]))
-        rate = torch.sigmoid(b)
+        rate = c.gdn_beta_scale * torch.sigmoid(b)
         convolved = self._convolution(qkv, {"conv1d_weight": w["conv1d.weight"], "conv1d_bias": 0}, zero_conv_at)
         q, k, v = convolved.split([qk, qk, inner], dim=-1)
         q, k = (part.unflatten(-1, (key_heads, key_dim)) for part in (q, k))
@@ -298,7 +306,8 @@ class NaiveHybridModel:
                 state = torch.baddbmm(old, torch.baddbmm(value, old, key, alpha=-1), row, out=new)
             rows.append((states @ q[some][..., None])[..., 0])
         y = torch.cat(rows) * key_dim**-0.5
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + c.layernorm_epsilon) * w["out_norm.weight"]
+        epsilon = c.gated_norm_epsilon or c.layernorm_epsilon
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + epsilon) * w["out_norm.weight"]
         return (y * F.silu(z.view_as(y))).flatten(1) @ w["out_proj.weight"].T
 
     def _convolution(self, xbc, w, zero_at):

@@ -65,6 +65,12 @@ MORE = {
         gdn_num_key_heads=4, gdn_num_value_heads=12, gdn_key_head_dim=16, gdn_value_head_dim=16, num_attention_heads=4,
         num_query_groups=2, kv_channels=16, ffn_hidden_size=128, dtype="float32", long_memory=True,
     ),
+    # OLMo Hybrid's layers; heads of Gated DeltaNet of no power of two.
+    "tiny-olmo-hybrid": get_preset(
+        "olmo-hybrid-7b", layer_pattern="G-G-G-*-", hidden_size=64, vocab_size=512, max_sequence_length=16896,
+        gdn_num_key_heads=4, gdn_num_value_heads=4, gdn_key_head_dim=12, gdn_value_head_dim=24, num_attention_heads=4,
+        num_query_groups=4, kv_channels=16, ffn_hidden_size=128, dtype="float32", long_memory=True,
+    ),
     # That of megatron-core's `TestChunkedPrefillCudaGraphs`.
     "upstream-test": HybridModelConfig(
         layer_pattern="M*-", hidden_size=256, vocab_size=10000, max_sequence_length=2048, mamba_num_heads=16,

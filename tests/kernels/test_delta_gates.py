@@ -38,6 +38,8 @@ def test_gates(device, dtype, rows):
     expected = torch.sigmoid(beta.cpu().double())
     weighted = expected * (rounding.EXP + 2 + beta.cpu().double().abs())
     rounding.check(rate.cpu(), expected, rounding.allowed(expected, weighted, dtype))
+    again, twice = gates(alpha, beta, a_log, dt_bias, scale=2.0)
+    assert torch.equal(again, log_decay) and torch.equal(twice, 2 * rate)
 
 
 @pytest.mark.parametrize("damaged", [0, 1])

@@ -30,7 +30,7 @@ SEEDS = range(2 if INTERPRETED else 6)
 SHAPES = [(3, 3, 40, 72), (1, 1, 256, 64), *([] if INTERPRETED else [(1, 2, 16, 40), (1, 2, 128, 128)])]
 # K, V of which the kernels are compiled differently.
 SIZES = [(n, n) for n in (16, 32, 48, 64, 80, 96, 112, 128, 256)]
-SIZES += [(16, 48), (48, 80), (80, 48), (16, 128), (128, 16), (64, 256), (128, 256), (256, 16)]
+SIZES += [(96, 192), (16, 48), (48, 80), (80, 48), (16, 128), (128, 16), (64, 256), (128, 256), (256, 16)]
 # Rounding stays within so many times the noise, a root of a mean square.
 NOISES = 8
 # The kernels take operands of products in bfloat16 where the inputs are: rounded as unit vectors, and once more in what is
@@ -38,7 +38,7 @@ NOISES = 8
 OPERAND_NOISE = {torch.bfloat16: 2 * 2.0**-9}
 
 
-def make(tokens, seed, *, dtype=torch.float64, key_heads=2, heads=4, key_dim=12, value_dim=10, device="cpu"):
+def make(tokens, seed, *, dtype=torch.float64, key_heads=2, heads=4, key_dim=12, value_dim=10, device="cpu", scale=1):
     """Keyword arguments that depend on tokens, with a memory of some hundred tokens."""
     g = torch.Generator().manual_seed(seed)
 
@@ -50,7 +50,7 @@ def make(tokens, seed, *, dtype=torch.float64, key_heads=2, heads=4, key_dim=12,
         "k": rand(tokens, key_heads, key_dim),
         "v": rand(tokens, heads, value_dim),
         "log_decay": -torch.rand(tokens, heads, generator=g, dtype=torch.float64) * 0.02,
-        "beta": torch.sigmoid(rand(tokens, heads)),
+        "beta": scale * torch.sigmoid(rand(tokens, heads)),
     }
     gates = torch.float32 if dtype == torch.bfloat16 else dtype
     return {name: x.to(gates if name == "log_decay" else dtype).to(device) for name, x in made.items()}
@@ -172,6 +172,14 @@ def test_shapes_of_several_tiles(device, dtype, key_heads, heads, key_dim, value
     if device == "cuda" and dtype == torch.bfloat16 and (key_dim % 16 or value_dim % 16):
         pytest.skip("refused, see test_layer_kernels_compile.py")
     check_scan(1, dtype=dtype, device=device, key_heads=key_heads, heads=heads, key_dim=key_dim, value_dim=value_dim)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_heads_of_olmo_hybrid(device):
+    """Of 96 and 192 channels; a token may write twice what its value lacks."""
+    sizes = {"key_heads": 1, "heads": 1, "key_dim": 96, "value_dim": 192, "scale": 2}
+    check_scan(1, dtype=torch.float32, device=device, **sizes)
+    check_decode(1, dtype=torch.float32, device=device, rows=1, steps=4, **sizes)
 
 
 MUTANTS = {

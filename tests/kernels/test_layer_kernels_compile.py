@@ -63,6 +63,7 @@ KERNELS = {  # module, constants
     "_zero_wrong_rows_kernel": (elementwise, {"BOTH": True, "HEADS": 8, "BLOCK": 128}),
     "_zero_wrong_kernel": (wrong_entries, {"BLOCK": 2048}),
 }
+VALUES = {96: 192}  # channels of values, where they are not those of keys
 DELTA_RULE = {"_prepare_kernel": "prepare", "_pass_kernel": "pass_on"}
 
 
@@ -103,8 +104,8 @@ def test_scan_of_open_chunks(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "dtype", "size", "is_open"),
     [
-        *((name, torch.bfloat16, size, False) for name in DELTA_RULE for size in (16, 64, 80, 128)),
-        *((name, torch.bfloat16, size, True) for name in DELTA_RULE for size in (16, 64, 80, 128)),
+        *((name, torch.bfloat16, size, False) for name in DELTA_RULE for size in (16, 64, 80, 96, 128)),
+        *((name, torch.bfloat16, size, True) for name in DELTA_RULE for size in (16, 64, 80, 96, 128)),
         *(
             ("_pass_kernel", dtype, 256, opened)
             for dtype in (torch.bfloat16, torch.float32)
@@ -113,7 +114,7 @@ def test_scan_of_open_chunks(name, tmp_path):
     ],
 )
 def test_delta_rule(name, dtype, size, is_open, tmp_path):
-    chosen = delta_rule_triton.launch_options(dtype, size, size, normalise=True, opened=is_open)
+    chosen = delta_rule_triton.launch_options(dtype, size, VALUES.get(size, size), normalise=True, opened=is_open)
     launch = dict(getattr(chosen, DELTA_RULE[name]))
     options = {key: launch.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in launch}
     inputs = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
@@ -154,13 +155,14 @@ def test_update_of_rings(states, tokens, R, P, N, tmp_path):
     [
         *((states, tokens, 16, 128) for states in ("bf16", "fp32") for tokens in (0, 1, 4)),
         *(("bf16", 1, 16, size) for size in (16, 48, 64, 80, 256)),
+        *(("fp32", tokens, 16, 96) for tokens in (0, 1)),
         ("bf16", 1, 64, 128),
     ],
 )
 def test_update_of_the_delta_rule(states, tokens, R, size, tmp_path):
     """The registers suffice."""
     itemsize, entries = 2 if states == "bf16" else 4, ring_entries(R, max(1, tokens))
-    constants = delta_rule_triton.update_tile(size, size, itemsize, entries, tokens)
+    constants = delta_rule_triton.update_tile(size, VALUES.get(size, size), itemsize, entries, tokens)
     constants |= {"NORMALISE": True, "CORES": True, "REPEAT": 4}
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in constants}
     types = {"states_ptr": f"*{states}", "written_ptr": f"*{states}"}

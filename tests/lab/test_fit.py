@@ -22,7 +22,7 @@ GIB = 2**30
 PRESETS = {
     **{"nemotron-h-8b": "nemotron_h", "qwen3-next-80b-a3b": "qwen3_next", "granite-4.0-h-small": "granitemoehybrid"},
     **dict.fromkeys(["nemotron-3-nano-30b-a3b", "nemotron-3-super-120b-a12b", "tiny-nemotron-3"], "nemotron_h"),
-    **{"qwen3.5-27b": "qwen3_5_text", "qwen3.5-35b-a3b": "qwen3_5_moe_text"},
+    **{"qwen3.5-27b": "qwen3_5_text", "qwen3.5-35b-a3b": "qwen3_5_moe_text", "olmo-hybrid-7b": "olmo_hybrid"},
 }
 
 

@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from megatron_hybrid_prefix.lab.capacity import sizes_of
+from megatron_hybrid_prefix.models import get_preset
 from megatron_hybrid_prefix.models.hf.dimensions import config_json_of, dimensions_of, family_of
 from tests.harness.hf_families import FIELDS, MODELS
 from tests.harness.hf_helpers import CONFIGS, config_json
@@ -133,6 +134,12 @@ def test_a_rotary_base_that_the_file_does_not_say_is_that_of_the_class(family):
             theirs["rope_theta"],
             theirs.get("partial_rotary_factor", 1.0),
         )
+
+
+def test_the_defaults_of_olmo_hybrid_are_its_preset():
+    """But for rotary embeddings, which a published file says are none."""
+    data = transformers.OlmoHybridConfig(rope_parameters={"rope_theta": None}).to_dict()
+    assert dimensions_of(data, "c") == get_preset("olmo-hybrid-7b")
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": ..., "head_dim": ...}, {"num_key_value_heads": None}])

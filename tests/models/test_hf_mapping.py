@@ -144,7 +144,7 @@ def test_a_model_gets_every_weight_of_either_spelling(platform, stacked):
 @pytest.mark.parametrize(
     ("config", "model_type", "message"),
     [
-        (get_preset("tiny-gdn"), None, r"the nearest: qwen3_next has layers\[1\]="),
+        (get_preset("tiny-gdn"), None, r"the nearest: olmo_hybrid has layers\[1\]="),
         (get_preset("tiny-gdn"), "nemotron_h", "nemotron_h: hybrid_override_pattern has 'G', none of M"),
         (get_preset("tiny-moe"), "nemotron_h", "nemotron_h: moe_shared_expert_intermediate_size is 0"),
         (
@@ -170,7 +170,7 @@ def test_models_of_no_family_are_one_clear_line(config, model_type, message):
 def test_a_model_near_a_family_is_told_what_the_family_has(kind):
     """Of two families that are as near, the first. One may also refuse it."""
     config = CONFIGS[kind]
-    family = "qwen3_next" if "G" in config.symbols else MODELS[kind].model_type
+    family = "qwen3_next" if config.attention_output_gate else MODELS[kind].model_type
     gated, normed = config.attention_output_gate, config.qk_norm
     near = [
         ({"attention_output_gate": not gated}, f" has attention_output_gate={gated} (not {not gated})"),
@@ -230,6 +230,8 @@ TAKEN = [
     ("qwen3_next", "E", "mlp.shared_experts", "model.layers.0.mlp.shared_expert.*"),
     ("qwen3_next", "E", "mlp.experts", "model.layers.0.mlp.experts.0.gate_proj.weight"),
     ("qwen3_5", "G", "self_attention.in_proj", "model.layers.0.linear_attn.in_proj_qkv.weight"),
+    ("olmo_hybrid", "*", "output_norm", "model.layers.1.post_attention_layernorm.weight"),
+    ("olmo_hybrid", "*", "self_attention.k_layernorm", "model.layers.1.self_attn.k_norm.weight"),
 ]
 
 
@@ -310,6 +312,12 @@ def test_a_tied_output_layer_is_the_embedding(platform):
         ("qwen3_5_moe", "model.language_model.norm.weight", "model.norm.weight"),
         ("qwen3_5_moe", "model.visual.patch_embed.proj.weight", None),
         ("qwen3_5", "mtp.layers.0.mlp.up_proj.weight", None),
+        ("olmo_hybrid", "model.layers.0.attention_layer_norm.weight", "model.layers.0.input_layernorm.weight"),
+        (
+            "olmo_hybrid",
+            "model.layers.0.feedforward_layer_norm.weight",
+            "model.layers.0.post_attention_layernorm.weight",
+        ),
     ],
 )
 def test_names_on_the_hub(kind, name, canonical):

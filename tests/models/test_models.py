@@ -14,7 +14,7 @@ from megatron.core.transformer.mlp import MLP
 
 from megatron_hybrid_prefix.lab.budget import parameter_count
 from megatron_hybrid_prefix.models import PRESETS, build_hybrid_model, get_preset
-from megatron_hybrid_prefix.models.build import _layer_specs
+from megatron_hybrid_prefix.models.build import _layer_specs, _transformer_impl
 from megatron_hybrid_prefix.models.config import split_into_stages
 from megatron_hybrid_prefix.ops.elementwise import SwiGLU
 from tests.harness.engine_helpers import LOG_PROB_NOISE, NOISES, assert_matches, random_tokens
@@ -222,6 +222,12 @@ def test_bad_dimensions_are_one_clear_line(changes, message):
         ({"gdn_value_head_dim": 0}, "G layers need gdn_value_head_dim=0 to be at least 1"),
         ({"mtp_num_layers": 1, "mtp_layer_pattern": "G*"}, "mtp_layer_pattern='G\\*': G layers cannot predict drafts"),
         ({"d_conv": 5}, "d_conv=5"),
+        ({"gdn_beta_scale": 0.5}, "G layers need gdn_beta_scale=0.5 to be at least 1"),
+        ({"gated_norm_epsilon": 0.0}, "gated_norm_epsilon=0.0: must be above 0"),
+        (
+            {"attention_post_norm": True, "layer_pattern": "GM*-"},
+            r"attention_post_norm=True: only with G, \* and - layers",
+        ),
     ],
 )
 def test_bad_dimensions_of_gated_delta_net_are_one_clear_line(changes, message):
@@ -264,6 +270,14 @@ def test_recurrent_layers_of_the_drafts_have_the_dimensions_that_were_asked_for(
 def test_layers_that_this_machine_does_not_have_are_one_clear_line(platform, layers, message):
     with pytest.raises(ValueError, match=message):
         build_hybrid_model("tiny", platform=platform, transformer_impl=layers)
+
+
+@pytest.mark.parametrize("layers", ["transformer_engine", "inference_optimized"])
+def test_layers_without_norms_behind_them_are_not_chosen_and_refused(layers):
+    platform, config = SimpleNamespace(has_transformer_engine=True), get_preset("olmo-hybrid-7b")
+    assert _transformer_impl(None, platform, config) == "local"
+    with pytest.raises(ValueError, match=f"^transformer_impl='{layers}' has no norms behind layers .*; use 'local'$"):
+        _transformer_impl(layers, platform, config)
 
 
 def test_layers_of_transformer_engine_normalise_queries_and_keys_where_the_model_does():
@@ -322,6 +336,13 @@ def test_stages_keep_the_layers_and_each_has_attention(pattern, pp):
         ("tiny-moe", {"moe_ffn_hidden_size": 30}, {"tp": 4, "etp": 4}, "^tp=4 does not divide moe_ffn_hidden_size=30"),
         ("tiny-moe", {"moe_shared_expert_intermediate_size": 33}, {"tp": 2}, "divide moe_shared_expert_inter"),
         ("tiny-moe", {"num_query_groups": 6, "num_attention_heads": 12}, {"tp": 4}, "tp=4 is neither a divisor nor"),
+        ("olmo-hybrid-7b", {"num_query_groups": 3}, {"tp": 2}, "^tp=2 is neither a divisor nor"),
+        (
+            "olmo-hybrid-7b",
+            {"num_query_groups": 1},
+            {"tp": 2},
+            r"^tp=2 does not divide num_query_groups=1 \(attention_p",
+        ),
         ("tiny", {}, {"pp": 3}, "^pp=3 is impossible: .*the model has 2"),
         ("tiny", {"layer_pattern": "M*-M*-|M-M-M-"}, {"pp": 2}, "every pipeline stage needs an attention layer"),
         ("tiny", {"layer_pattern": "M-M*-M-M-M-"}, {"pp": 2}, "^pp=2 is impossible"),

@@ -42,6 +42,13 @@ def logits(model: Any, fuses: bool = True) -> torch.Tensor:
         return model(TOKENS, TOKENS, None, runtime_gather_output=True)
 
 
+def test_norms_behind_layers_are_not_left_out(sums):
+    """A sum that comes with the next norm has none of its own before it."""
+    model = built(named("tiny-olmo-hybrid"))
+    torch.testing.assert_close(logits(model), logits(model, fuses=False))
+    assert sums == ["sum", "norm"] * 5  # of six layers before those with norms behind them, all but the last
+
+
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe", "tiny-granite-dense", "float32 norms"])
 def test_each_sum_comes_with_the_next_norm(name, sums):
     model = built(get_preset("tiny", float32_norms=True) if name == "float32 norms" else named(name))

@@ -14,7 +14,7 @@ from megatron_hybrid_prefix.errors import shown
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 
 # These register their families.
-from megatron_hybrid_prefix.models.hf import bamba, granite, nemotron_h, qwen3_5, qwen3_next  # noqa: F401
+from megatron_hybrid_prefix.models.hf import bamba, granite, nemotron_h, olmo_hybrid, qwen3_5, qwen3_next  # noqa: F401
 from megatron_hybrid_prefix.models.hf.family import FAMILIES, Family
 from megatron_hybrid_prefix.models.hf.given import Given
 from megatron_hybrid_prefix.models.hf.stored import blocks_of
@@ -25,7 +25,6 @@ WHY_REFUSED = {
     "mamba2": "it has no attention layer, and megatron's dynamic engine needs one",
     "zamba2": "its attention layers share weights",
     "lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl": "its recurrent layers are short convolutions",
-    "olmo_hybrid": "its Gated DeltaNet has negative eigenvalues (linear_allow_neg_eigval)",
     "lara_mini": "its attention layers have sliding windows",
     "kimi_linear bailing_hybrid": "its recurrent layers are Kimi Delta Attention (decay by channel), its attention is latent",
     "glm5_next": "its recurrent layers are Kimi Delta Attention (decay by channel), its attention is indexed",

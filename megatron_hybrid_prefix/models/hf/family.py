@@ -69,7 +69,7 @@ class Family(ABC):
 
         Args:
             config: The whole model's dimensions.
-            names: Canonical names of the state dict; they decide where a family writes one thing in two ways.
+            names: Canonical names of the state dict, perhaps with its tensors: they decide where one thing is written in two ways.
         """
 
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf.mapping import Finish, Rule, Source, made_of, row_numbers
 
-# megatron's names of a layer's norm: with local layers, and where Transformer Engine fuses it.
+# megatron's names of a layer's norm: with local layers, and where Transformer Engine fuses it; and of a norm of its output.
 NORMS = {
     "M": ("norm.weight", "mixer.in_proj.layer_norm_weight"),
     "G": ("input_layernorm.weight", "self_attention.in_proj.layer_norm_weight"),
-    "*": ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-    "-": ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    "*": ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight", "output_norm.weight"),
+    "-": ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", "output_norm.weight"),
     "E": ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
 }
 
@@ -110,6 +110,8 @@ def rules_of_pairs(
     for number, symbol in enumerate(config.layers):
         ours, theirs = f"decoder.layers.{number}.", f"model.layers.{number // 2}."
         norm = second_norm if number % 2 else "input_layernorm"
+        if config.normalises_output(number):
+            norm = f"post_{'feedforward' if number % 2 else 'attention'}_layernorm"
         yield from norms(symbol, ours, f"{theirs}{norm}.weight", hidden, finish)
         yield from rules_of(rules[symbol], ours, theirs + layers[symbol][0])
     yield made_of("decoder.final_norm.weight", {f"{final_norm}.weight": (hidden,)}, finish=finish)

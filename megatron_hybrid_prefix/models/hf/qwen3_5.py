@@ -19,9 +19,9 @@ class Qwen35(Qwen3Next):
         absent: Names of Qwen3-Next's ``config.json`` that transformers' class has not: it reads none of them.
     """
 
-    model_types = ("qwen3_5_text", "qwen3_5")
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text", "qwen3_5")
     architecture = "Qwen3_5ForCausalLM"
-    kv_heads = 4
+    kv_heads: ClassVar[int | None] = 4
     absent: ClassVar[frozenset[str]] = frozenset(
         {
             *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),

@@ -12,7 +12,7 @@ from megatron_hybrid_prefix.errors import shown
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf.family import Family, register_family
 from megatron_hybrid_prefix.models.hf.given import Given, attention, attention_json, rotary, rotary_json, written
-from megatron_hybrid_prefix.models.hf.mapping import PLUS_ONE, RowNumbers, Rule, made_of, row_numbers
+from megatron_hybrid_prefix.models.hf.mapping import PLUS_ONE, Finish, RowNumbers, Rule, made_of, row_numbers
 from megatron_hybrid_prefix.models.hf.parts import experts, mlp, rules_of_pairs
 
 _NUM_EXPERTS = 512  # where the file has no such name
@@ -39,12 +39,18 @@ class Qwen3Next(Family):
     Engine's norms round it to the model's dtype.
 
     Attributes:
-        kv_heads: Key/value heads where the file has no such name.
+        kv_heads, channels, rotary_fraction: Where the file has no such names, as of `attention` and `rotary`.
+        fixed: Fields that all models have alike. finish: What is done to norms. of_output: Names of the norm and the projection after Gated DeltaNet.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_next",)
     architecture = "Qwen3NextForCausalLM"
-    kv_heads: ClassVar[int] = 2
+    kv_heads: ClassVar[int | None] = 2
+    channels: ClassVar[int | None] = 256
+    rotary_fraction: ClassVar[float] = 0.25
+    fixed: ClassVar[dict[str, Any]] = {"attention_output_gate": True, "qk_norm": True, "float32_norms": True}
+    finish: ClassVar[Finish | None] = PLUS_ONE
+    of_output: ClassVar[tuple[str, str]] = "norm", "out_proj"
 
     def dimensions(self, given: Given) -> HybridModelConfig:
         given.only("hidden_act", "silu")
@@ -55,12 +61,11 @@ class Qwen3Next(Family):
             fields = given.fields(_EXPERTS, num_moe_experts=_NUM_EXPERTS) | {"moe_shared_expert_gate": True}
         return HybridModelConfig(
             layer_pattern=pattern,
-            **attention(given, kv_heads=self.kv_heads, channels=256) | rotary(given, default_fraction=0.25),
+            **attention(given, kv_heads=self.kv_heads, channels=self.channels)
+            | rotary(given, default_fraction=self.rotary_fraction),
             **given.fields(_DELTA_NET, d_conv=4),
             activation="swiglu",
-            attention_output_gate=True,
-            qk_norm=True,
-            float32_norms=True,
+            **self.fixed,
             layernorm_epsilon=given.real("rms_norm_eps", default=1e-6),
             **fields,
         )
@@ -84,30 +89,46 @@ class Qwen3Next(Family):
 
     def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
         layers = {
-            "G": ("linear_attn.", self.delta_net_parts(config)),
-            "*": ("self_attn.", _attention_parts(config)),
+            "G": ("linear_attn.", self.delta_net_parts(config, names)),
+            "*": ("self_attn.", self.attention_parts(config)),
             "-": ("mlp.", mlp("mlp.", "", config.hidden_size, config.ffn_hidden_size, gated=True)),
             "E": ("mlp.", _experts(config, stacked=any(name.endswith(".mlp.experts.down_proj") for name in names))),
         }
         norms = {"second_norm": "post_attention_layernorm", "final_norm": "model.norm"}
-        return rules_of_pairs(config, layers, **norms, finish=PLUS_ONE)
+        return rules_of_pairs(config, layers, **norms, finish=self.finish)
 
-    def delta_net_parts(self, config: HybridModelConfig) -> Iterator[Rule]:
+    def delta_net_parts(self, config: HybridModelConfig, names: Collection[str]) -> Iterator[Rule]:
         """A layer of Gated DeltaNet."""
-        heads = config.gdn_num_value_heads
+        heads, (norm, out_proj) = config.gdn_num_value_heads, self.of_output
         keys, values = config.gdn_num_key_heads * config.gdn_key_head_dim, heads * config.gdn_value_head_dim
         yield self.in_proj(config, keys, values)
-        yield made_of("self_attention.conv1d.weight", {"conv1d.weight": (2 * keys + values, 1, config.d_conv)})
+        sources = {f"{name}.weight": (n, 1, config.d_conv) for name, n in self.convolution(keys, values, names).items()}
+        yield made_of("self_attention.conv1d.weight", sources)
         yield made_of("self_attention.dt_bias", {"dt_bias": (heads,)})
         yield made_of("self_attention.A_log", {"A_log": (heads,)})
-        yield made_of("self_attention.out_norm.weight", {"norm.weight": (config.gdn_value_head_dim,)})
-        yield made_of("self_attention.out_proj.weight", {"out_proj.weight": (config.hidden_size, values)})
+        yield made_of("self_attention.out_norm.weight", {f"{norm}.weight": (config.gdn_value_head_dim,)})
+        yield made_of("self_attention.out_proj.weight", {f"{out_proj}.weight": (config.hidden_size, values)})
+
+    def convolution(self, keys: int, values: int, names: Collection[str]) -> dict[str, int]:
+        """Its tensors, and their channels."""
+        return {"conv1d": 2 * keys + values}
 
     def in_proj(self, config: HybridModelConfig, keys: int, values: int) -> Rule:
         """The projection into it, to so many channels of all key heads, and of all value heads."""
         hidden, heads = config.hidden_size, config.gdn_num_value_heads
         sources = {"in_proj_qkvz.weight": (2 * keys + 2 * values, hidden), "in_proj_ba.weight": (2 * heads, hidden)}
         return made_of("self_attention.in_proj.weight", sources, _order_of_in_proj(config))
+
+    def attention_parts(self, config: HybridModelConfig) -> Iterator[Rule]:
+        """Gated attention."""
+        hidden, channels = config.hidden_size, config.kv_channels
+        heads, kv = config.num_attention_heads * channels, config.num_query_groups * channels
+        sources = {"q_proj.weight": (2 * heads, hidden), "k_proj.weight": (kv, hidden), "v_proj.weight": (kv, hidden)}
+        yield made_of("self_attention.linear_qkv.weight", sources, _order_of_qkv(config))
+        yield made_of("self_attention.linear_proj.weight", {"o_proj.weight": (hidden, heads)})
+        for part in "qk":
+            norm = {f"{part}_norm.weight": (channels,)}
+            yield made_of(f"self_attention.{part}_layernorm.weight", norm, finish=PLUS_ONE)
 
 
 def _pattern(given: Given) -> str:
@@ -141,18 +162,6 @@ def _order_of_in_proj(config: HybridModelConfig) -> RowNumbers:
         *np.split(ba.reshape(key_heads, -1), 2, axis=1),
     ]
     return np.concatenate([part.flatten() for part in parts])
-
-
-def _attention_parts(config: HybridModelConfig) -> Iterator[Rule]:
-    """Gated attention."""
-    hidden, channels = config.hidden_size, config.kv_channels
-    heads, kv = config.num_attention_heads * channels, config.num_query_groups * channels
-    sources = {"q_proj.weight": (2 * heads, hidden), "k_proj.weight": (kv, hidden), "v_proj.weight": (kv, hidden)}
-    yield made_of("self_attention.linear_qkv.weight", sources, _order_of_qkv(config))
-    yield made_of("self_attention.linear_proj.weight", {"o_proj.weight": (hidden, heads)})
-    for part in "qk":
-        norm = {f"{part}_norm.weight": (channels,)}
-        yield made_of(f"self_attention.{part}_layernorm.weight", norm, finish=PLUS_ONE)
 
 
 def _order_of_qkv(config: HybridModelConfig) -> RowNumbers:
