@@ -591,7 +591,7 @@ PRESETS: dict[str, HybridModelConfig] = {
         moe_ffn_hidden_size=768,
         moe_shared_expert_intermediate_size=1536,
     ),
-    # Those of allenai/Olmo-Hybrid-7B.
+    # Those of transformers' `OlmoHybridConfig`.
     "olmo-hybrid-7b": HybridModelConfig(
         layer_pattern="G-G-G-*-" * 8,
         hidden_size=3840,

@@ -27,7 +27,8 @@ EXPERTS = ["small-qwen3-next", "small-nemotron-3", "tiny-qwen3-next"]  # the las
 
 @pytest.mark.gpu(gib=12, seconds=120)
 @pytest.mark.parametrize(
-    "preset", ["small", "small-gdn", "small-mtp", "small-mixed", "small-granite-dense", "tiny", *EXPERTS]
+    "preset",
+    ["small", "small-gdn", "small-mtp", "small-mixed", "small-granite-dense", "small-olmo-hybrid", "tiny", *EXPERTS],
 )
 def test_a_request_has_the_same_bits_alone_and_in_random_schedules(preset, tmp_path):
     print(run_script("bits.py", preset, "--out", tmp_path))

@@ -71,6 +71,11 @@ MORE = {
         gdn_num_key_heads=4, gdn_num_value_heads=4, gdn_key_head_dim=12, gdn_value_head_dim=24, num_attention_heads=4,
         num_query_groups=4, kv_channels=16, ffn_hidden_size=128, dtype="float32", long_memory=True,
     ),
+    # OLMo Hybrid's layers with its heads, fewer of them, and YaRN, which its class may have.
+    "small-olmo-hybrid": get_preset(
+        "olmo-hybrid-7b", layer_pattern="G-G-*-G-*-", hidden_size=1024, vocab_size=32768, gdn_num_key_heads=8,
+        gdn_num_value_heads=8, num_attention_heads=8, num_query_groups=8, ffn_hidden_size=2816, rotary_base=500_000, **YARN,
+    ),
     # That of megatron-core's `TestChunkedPrefillCudaGraphs`.
     "upstream-test": HybridModelConfig(
         layer_pattern="M*-", hidden_size=256, vocab_size=10000, max_sequence_length=2048, mamba_num_heads=16,
