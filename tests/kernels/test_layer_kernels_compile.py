@@ -42,7 +42,7 @@ FLOAT32 = {"log_decay_ptr", "decays_ptr", "dt_ptr", "steps_ptr"}
 OUTPUTS = {"P": 64, "N": 128, "CHUNK": 128, "OF_D": 1, "GATE": False, "OPEN": False}
 OUTPUTS |= {"BLOCK_M": 64, "BLOCK_K": 128, "BLOCK_P": 64, "BLOCK_N": 128}
 KERNELS = {  # module, constants
-    "_gates_kernel": (delta_gates, {"MARKS": True, "ROWS": 8, "BLOCK": 32}),
+    "_gates_kernel": (delta_gates, {"MARKS": True, "ROWS": 8, "BLOCK": 32, "WIDTH": 128}),
     "_gated_norm_kernel": (
         gated_norm,
         {"GROUP": 128, "SHARED": True, "GATE": True, "NORM_FIRST": True, "GROUPS": 16, "BLOCK": 128},
