@@ -113,6 +113,8 @@ def _tiny(name: str) -> Any:
 tiny = _tiny("tiny")
 tiny_gdn = _tiny("tiny-gdn")
 tiny_gdn_mtp = _tiny("tiny-gdn-mtp")
+tiny_gdp = _tiny("tiny-gdp")
+tiny_gdp_mtp = _tiny("tiny-gdp-mtp")
 tiny_granite = _tiny("tiny-granite")
 tiny_granite_dense = _tiny("tiny-granite-dense")
 tiny_large_states = _tiny("tiny-large-states")

@@ -16,6 +16,11 @@ MULTIPLIERS = {
 MORE = {
     # Mamba2 and Gated DeltaNet layers side by side, and experts.
     "tiny-mixed": get_preset("tiny-gdn", layer_pattern="MG*EG*-", num_moe_experts=4),
+    # Gated Delta Product, with more heads than key heads; beside Gated DeltaNet, with depths of multi-token prediction.
+    "tiny-gdp": get_preset("tiny", gdp_num_householder=3),
+    "tiny-gdp-mtp": get_preset(
+        "tiny-gdn", layer_pattern="M*-MG*-", gdp_num_householder=2, mtp_num_layers=3, mtp_layer_pattern="*-"
+    ),
     # The same kinds, and depths of multi-token prediction.
     "tiny-gdn-mtp": get_preset("tiny-gdn", layer_pattern="G*-MG*-", mtp_num_layers=3, mtp_layer_pattern="*-"),
     # Likewise, and states of several KV blocks.
@@ -78,9 +83,13 @@ def named(name: str, **changes: Any) -> HybridModelConfig:
     Raises:
         ValueError: No model has this name.
     """
+    if name.startswith("tiny-gdp"):
+        from tests.harness.delta_product import put_stand_in  # imports megatron
+
+        put_stand_in()
     return replace(MORE[name], **changes) if name in MORE else get_preset(name, **changes)
 
 
 def runs_on_megatron(config: HybridModelConfig) -> bool:
     """Whether megatron's own engine runs the model's layers."""
-    return "G" not in config.symbols
+    return "G" not in config.symbols and not config.gdp_num_householder
