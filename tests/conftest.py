@@ -126,6 +126,17 @@ tiny_qwen3_5 = _tiny("tiny-qwen3-5")
 tiny_qwen3_next = _tiny("tiny-qwen3-next")
 
 
+@pytest.fixture(scope="session")
+def tiny_gdp_mixed(platform):
+    """Mamba2, Gated Delta Product and attention: the symbol of the first two is the same."""
+    from megatron_hybrid_prefix.models import build_hybrid_model
+    from tests.harness.named_models import named
+
+    built, other = (build_hybrid_model(named(name), seed=0, platform=platform) for name in ("tiny-gdp", "tiny"))
+    built.decoder.layers[0].mixer = other.decoder.layers[0].mixer
+    return built
+
+
 @pytest.fixture
 def model(tiny):
     """``tiny`` for the engines of one test. Tests of other modules get it with megatron's mixers again."""

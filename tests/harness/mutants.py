@@ -10,7 +10,11 @@ import pytest
 
 MUTANTS = ("ssm_zeroed", "conv_zeroed", "other_depth")
 # Components of a state that a mutant zeroes: of all layer kinds what accumulates over tokens, and the last inputs.
-ZEROED = {"ssm_zeroed": ("ssm", "gdn_state"), "conv_zeroed": ("conv", "gdn_conv"), "other_depth": ()}
+ZEROED = {
+    "ssm_zeroed": ("ssm", "gdn_state", "gdp_state"),
+    "conv_zeroed": ("conv", "gdn_conv", "gdp_conv"),
+    "other_depth": (),
+}
 
 
 @contextmanager
