@@ -16,8 +16,9 @@ MULTIPLIERS = {
 MORE = {
     # Mamba2 and Gated DeltaNet layers side by side, and experts.
     "tiny-mixed": get_preset("tiny-gdn", layer_pattern="MG*EG*-", num_moe_experts=4),
-    # Gated Delta Product, with more heads than key heads; beside Gated DeltaNet, with depths of multi-token prediction.
+    # Gated Delta Product; beside Gated DeltaNet; and with depths of multi-token prediction.
     "tiny-gdp": get_preset("tiny", gdp_num_householder=3),
+    "tiny-gdp-gdn": get_preset("tiny-gdn", layer_pattern="M*-MG*-", gdp_num_householder=3),
     "tiny-gdp-mtp": get_preset(
         "tiny-gdn", layer_pattern="M*-MG*-", gdp_num_householder=2, mtp_num_layers=3, mtp_layer_pattern="*-"
     ),
