@@ -1,7 +1,4 @@
-"""Gated Delta Product: prefill and decode by slots, on layers built as the ``GatedDeltaProductMixer`` of megatron's main.
-
-All of dynamic inference is here; training is megatron's own.
-"""
+"""Gated Delta Product: dynamic inference by slots, on layers built as the ``GatedDeltaProductMixer`` of megatron's main."""
 
 from __future__ import annotations
 

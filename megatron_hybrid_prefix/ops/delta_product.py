@@ -34,7 +34,7 @@ def scan_pairs(
         inputs: Packed.
         states: (slots, value heads, K, V), the pool of one layer.
         chunk_bounds: (chunks + 1,) integer, in steps: chunks are cut at multiples of 64 steps, also inside of a token.
-        **slots: As of `scan_delta_rule`; a chunk with a slot ends with a token.
+        **slots: As of `scan_delta_rule`.
 
     Returns:
         (tokens, value heads, V) in v's type; zero in rows of no sequence.

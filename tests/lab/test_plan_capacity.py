@@ -96,15 +96,12 @@ def test_gated_delta_net(tmp_path, capsys):
 def test_gated_delta_product(tmp_path, capsys):
     """The spec says that M layers are: the number of pairs is in every file of megatron's main."""
     module = "megatron.core.models.hybrid.hybrid_layer_specs"
-    plain = sizes_of(str(saved(tmp_path / "a.json", MEGATRON | {"gdp_num_householder": 3}))).state_bytes
-    layers, inner, keys = 24, 128 * 64, 8 * 128
-    assert plain == STATE_BYTES
-    for spec in ([module, "gdp_stack_spec"], f"{module} gated_delta_product_stack_spec"):
-        for pairs in (3, 2):
-            given = MEGATRON | {"spec": spec} | ({} if pairs == 3 else {"gdp-num-householder": pairs})
-            sizes = sizes_of(str(saved(tmp_path / "b.json", given)))
-            windows = (pairs * (inner + keys) + keys) * 4 * 2
-            assert sizes.state_bytes == layers * (inner * 128 * 4 + windows) and sizes.open_ring_bytes is None
+    assert sizes_of(str(saved(tmp_path / "a.json", MEGATRON | {"gdp_num_householder": 3}))).state_bytes == STATE_BYTES
+    given = {"spec": [module, "gdp_stack_spec"]}, {"spec": f"{module} gdp_stack_spec", "gdp-num-householder": 2}
+    for pairs, more in zip((3, 2), given, strict=True):
+        sizes, inner, keys = sizes_of(str(saved(tmp_path / "b.json", MEGATRON | more))), 128 * 64, 8 * 128
+        windows = (pairs * (inner + keys) + keys) * 4 * 2
+        assert sizes.state_bytes == 24 * (inner * 128 * 4 + windows) and sizes.open_ring_bytes is None
     assert run(tmp_path / "b.json", "--cache-gb", 40, "--block-size-tokens", 96) == 0
     assert run(tmp_path / "b.json", "--cache-gb", 40, "--block-size-tokens", 80) == 2
     said = "error: KV blocks of 80 tokens: Gated Delta Product layers need a multiple of 32\n"
