@@ -77,7 +77,7 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
 
     def slot_prefill(self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], step: PrefillStep) -> torch.Tensor:
         qkv, z, beta, alpha = self._parts(inputs)
-        convolved = step.convolve(CHUNK, qkv, states[GDN_CONV], self.conv1d.weight.squeeze(1), self.conv1d.bias)
+        convolved, slots = step.convolve(CHUNK, qkv, states[GDN_CONV], self.conv1d.weight.squeeze(1), self.conv1d.bias)
         q, k, v, z, log_decay, beta = self._by_head(convolved, z, beta, alpha, step.wrong)
         y = scan_delta_rule(
             q,
@@ -88,7 +88,7 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
             states[GDN_STATE],
             normalise=self.use_qk_l2norm,
             chunk_bounds=step.chunks[CHUNK].bounds,
-            **step.slots_of_states(CHUNK),
+            **slots,
         )
         if step.is_open:
             step.leave_open(CHUNK, states[GDN_STATE], *zip(_open(states), (k, v, log_decay, beta), strict=True))
@@ -138,13 +138,14 @@ class GatedDeltaNetKind(LayerKind):
     """State of a layer: ``gdn_conv``, the last inputs of its convolution, and ``gdn_state``, a matrix a value head."""
 
     name = "gated_delta_net"
+    layer_class: type = GatedDeltaNet
     slot_class = GatedDeltaNetBySlots
     drafts = True
     cuda_graphs = True
     whole_chunks = True
 
     def is_layer(self, module: torch.nn.Module) -> bool:
-        return isinstance(module, GatedDeltaNet)
+        return isinstance(module, self.layer_class)
 
     def components(
         self, module: torch.nn.Module, *, state_dtype: torch.dtype | None, window_dtype: torch.dtype | None

@@ -48,11 +48,12 @@ class GatedDeltaProductBySlots(SlotLayer, GatedDeltaProductMixer):
     def slot_prefill(self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], step: PrefillStep) -> torch.Tensor:
         quantum = KIND.chunk_tokens(self)
         z, vkq, beta, alpha = self._parts(inputs)
-        convolved = step.convolve(quantum, vkq, states[GDP_CONV], self.conv1d.weight.squeeze(1), self.conv1d.bias)
+        convolved, slots = step.convolve(
+            quantum, vkq, states[GDP_CONV], self.conv1d.weight.squeeze(1), self.conv1d.bias
+        )
         by_head = self._by_head(convolved, *gates(alpha, beta, self.A_log, self.dt_bias, step.wrong))
         bounds = step.chunks[quantum].bounds * (self.num_householder // quantum.denominator)
-        state, slots = states[GDP_STATE].flatten(1, 2), step.slots(quantum)
-        return self._gated(scan_pairs(by_head, state, chunk_bounds=bounds, **slots), z)
+        return self._gated(scan_pairs(by_head, states[GDP_STATE].flatten(1, 2), chunk_bounds=bounds, **slots), z)
 
     def _parts(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(..., width) to output gate; values, keys and query together; betas and decay: all (..., width of the part)."""
@@ -79,10 +80,8 @@ class GatedDeltaProductKind(GatedDeltaNetKind):
     """State of a layer: ``gdp_conv``, the last inputs of its convolution, and ``gdp_state``, a matrix a head."""
 
     name = "gated_delta_product"
+    layer_class = GatedDeltaProductMixer
     slot_class = GatedDeltaProductBySlots
-
-    def is_layer(self, module: torch.nn.Module) -> bool:
-        return isinstance(module, GatedDeltaProductMixer)
 
     def components(
         self, module: torch.nn.Module, *, state_dtype: torch.dtype | None, window_dtype: torch.dtype | None

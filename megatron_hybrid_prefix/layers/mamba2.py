@@ -75,13 +75,13 @@ class HybridPrefixMambaMixer(StepSeam):
         tokens, groups = zxBCdt.shape[0], self.ngroups_local_tp * self.d_state
         z, xBC, dt = self._parts(zxBCdt.squeeze(1))
         weight, bias = self.cp.get_conv1d_weight().squeeze(1), self.cp.get_conv1d_bias()
-        convolved = step.convolve(self.chunk_size, xBC, conv_state, weight, bias)
+        convolved, slots = step.convolve(self.chunk_size, xBC, conv_state, weight, bias)
         x, B, C = torch.split(convolved, [self.d_inner_local_tp, groups, groups], dim=-1)
         D, by_head = self.cp.get_D(), (-1, self.headdim)
         y = scan_by_slots(
             ssm_state,
             step.chunks[self.chunk_size].bounds,
-            **step.slots_of_states(self.chunk_size),
+            **slots,
             x=x.unflatten(1, by_head),
             dt=dt,
             A=-torch.exp(self.cp.get_A_log().float()),

@@ -13,6 +13,7 @@ are fixed, as CUDA graphs require.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -63,6 +64,12 @@ class ChunkGrid:
 _ALIGNMENT_BYTES = 16
 Quantum = int | Fraction
 """Chunk quantum of a kind, in tokens. Its multiples that are whole tokens are those of its numerator."""
+
+
+def grid_tokens(quanta: Iterable[Quantum]) -> int:
+    """At multiples of it, chunks of all these quanta end."""
+    return math.lcm(*(quantum.numerator for quantum in quanta))
+
 
 _Integers = NDArray[np.integer]
 
@@ -147,7 +154,8 @@ class PrefillStep:
         token_sources: (tokens,) int32, the source slot of each token's sequence.
         token_starts: (tokens,) int32, the row where each token's sequence starts.
         wrong: (tokens,) int32, zero when the step begins: layers mark tokens whose inputs are not finite (``ops/elementwise.py``).
-        chunks: By quantum. Empty before the first prefill. The tensors above (not ``buffer``) do not exist before it.
+        slots: By quantum, source and target slots: arguments of the operations in ``ops/``.
+        chunks: By quantum. Empty before the first prefill, as ``slots``. The tensors above (not ``buffer``) do not exist before it.
     """
 
     bounds: torch.Tensor
@@ -189,6 +197,7 @@ class PrefillStep:
         self._sizes = (0, 0)
         self._shown: tuple[int, int] | None = None
         self.chunks: dict[Quantum, Chunks] = {}
+        self.slots: dict[Quantum, dict[str, torch.Tensor]] = {}
 
     def prepare(self, spans: Sequence[PrefillSpan], *, tokens: int, sequences: int) -> None:
         """Describe the next step; the device has it after `copy`, the attributes show it after `show`.
@@ -240,38 +249,23 @@ class PrefillStep:
                 slots=own[f"slots{quantum}"][:count],
                 bounds=own[f"bounds{quantum}"][: count + 1],
             )
+            slots = {"first_chunks": self.chunks[quantum].first, "chunk_slots": self.chunks[quantum].slots}
+            self.slots[quantum] = slots | {"source_slots": self.source_slots, "live_slots": self.live_slots}
 
     def convolve(
-        self,
-        quantum: Quantum,
-        inputs: torch.Tensor,
-        windows: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """`convolve_from_slots`, and then `write_conv_windows`, for a layer with this quantum; arguments and result as there."""
+        self, quantum: Quantum, x: torch.Tensor, windows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """`convolve_from_slots`, and then `write_conv_windows`, of a layer with this quantum; and the slots of its scan, as arguments."""
         where = {"sources": self.token_sources, "starts": self.token_starts, "wrong": self.wrong}
-        convolved = convolve_from_slots(inputs, windows, weight.to(windows.dtype), bias, **where)
-        bounds = self.chunks[quantum].bounds
+        convolved = convolve_from_slots(x, windows, weight.to(windows.dtype), bias, **where)
+        bounds, slots = self.chunks[quantum].bounds, self.slots[quantum]
         whole = bounds if quantum.denominator == 1 else bounds // quantum.denominator
-        write_conv_windows(inputs, windows, chunk_bounds=whole, **self.slots(quantum))  # sources are read before
-        return convolved
-
-    def slots(self, quantum: Quantum) -> dict[str, torch.Tensor]:
-        """Source and target slots: arguments of the operations in ``ops/``."""
-        chunks = self.chunks[quantum]
-        return {
-            "first_chunks": chunks.first,
-            "source_slots": self.source_slots,
-            "live_slots": self.live_slots,
-            "chunk_slots": chunks.slots,
-        }
+        write_conv_windows(x, windows, chunk_bounds=whole, **slots)  # sources are read before
+        return convolved, self.slots_of_states(quantum) if self.is_open else slots
 
     def slots_of_states(self, quantum: Quantum) -> dict[str, torch.Tensor]:
         """`slots` for what is written at ends of chunks alone: where the last is open, the live slot is that of an earlier one."""
-        slots = self.slots(quantum)
-        if not self.is_open:
-            return slots
+        slots = self.slots[quantum]
         live, scanned = self._tensors[f"live{quantum}"], self._tensors[f"scanned{quantum}"]
         return slots | {
             "live_slots": live[: len(self.live_slots)],

@@ -138,13 +138,3 @@ def test_a_megatron_without_the_layer_is_named(platform, monkeypatch):
         ValueError, match=r"^gdp_num_householder=3: only Megatron-LM's main has Gated Delta Product layers$"
     ):
         build_hybrid_model(get_preset("tiny", gdp_num_householder=3), platform=platform)
-
-
-@pytest.mark.parametrize("pairs", [1, 2, 4])
-def test_a_long_answer_and_the_turn_after_it(platform, pairs):
-    """Three pairs are in the other tests."""
-    served = EngineHarness(build_hybrid_model(named("tiny-gdp", gdp_num_householder=pairs), seed=0, platform=platform))
-    first = served.send(tokens(3, 9, seed=1), count=70)
-    turn = served.send([*first.prompt_tokens.tolist(), *first.generated_tokens, 5], count=5)
-    assert turn.num_cached_tokens == 256
-    served.check()

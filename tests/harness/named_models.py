@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
@@ -85,9 +86,7 @@ def named(name: str, **changes: Any) -> HybridModelConfig:
         ValueError: No model has this name.
     """
     if name.startswith("tiny-gdp"):
-        from tests.harness.delta_product import put_stand_in  # imports megatron
-
-        put_stand_in()
+        import_module("tests.harness.delta_product").put_stand_in()  # imports megatron
     return replace(MORE[name], **changes) if name in MORE else get_preset(name, **changes)
 
 

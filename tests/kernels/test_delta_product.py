@@ -60,7 +60,7 @@ def check(n, seed):
     for x in inputs:
         x[tokens:] = NAN
     bounds = step.chunks[quantum].bounds * (n // quantum.denominator)
-    y = scan_pairs(inputs, pool, chunk_bounds=bounds, **step.slots(quantum))
+    y = scan_pairs(inputs, pool, chunk_bounds=bounds, **step.slots[quantum])
     expected, states = naive([x[:tokens] for x in inputs], state)
     torch.testing.assert_close(y, torch.cat([expected, 0 * expected[:1].expand(5, -1, -1)]), rtol=0, atol=1e-11)
     for done, slot in [(0, 0), (tokens, 1), *((at - start, slot) for at, slot in slots.items())]:

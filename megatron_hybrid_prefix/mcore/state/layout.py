@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -62,14 +61,9 @@ class ModelStates:
         kinds = [KINDS[layout.kind] for layout in self.slots.kinds]
         of_inputs: dict[str, Any] = {"step_tokens": drafts + 1, "dtype": dtype_name(dtype)}
         if is_open:
-            chunks = [quantum.numerator for quantum in self.quanta]
-            return open_rings_of(self.slots, {kind.name: kind.open_ring for kind in kinds}, chunks, **of_inputs)
+            rings = {kind.name: kind.open_ring for kind in kinds}
+            return open_rings_of(self.slots, rings, [quantum.numerator for quantum in self.quanta], **of_inputs)
         return rings_of(self.slots, {kind.name: kind.ring for kind in kinds}, block_tokens=block_tokens, **of_inputs)
-
-    @property
-    def grid_tokens(self) -> int:
-        """At multiples of it, chunks of all kinds end."""
-        return math.lcm(*(quantum.numerator for quantum in self.quanta))
 
     @property
     def uncaptured(self) -> list[str]:
@@ -310,7 +304,7 @@ def _fields_for_megatron(states: ModelStates) -> dict[str, Any]:
             "ssm_states_shape": ssm.shape,
             "conv_states_dtype": getattr(torch, conv.dtype),
             "ssm_states_dtype": getattr(torch, ssm.dtype),
-            "mamba_chunk_size": states.grid_tokens,
+            "mamba_chunk_size": states.quanta[0].numerator,
         }
     # Other kinds have other components: as many bytes.
     layer_bytes = ceil_div(states.slots.slot_bytes, max(1, len(states.kind_of_layer)))
