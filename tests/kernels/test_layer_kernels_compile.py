@@ -150,7 +150,7 @@ def test_update_of_rings(states, tokens, R, P, N, tmp_path):
     [
         *((states, tokens, 16, 128) for states in ("bf16", "fp32") for tokens in (0, 1, 4)),
         *(("bf16", 1, 16, size) for size in (16, 48, 64, 80, 256)),
-        ("bf16", 1, 64, 128),
+        *(("bf16", 1, 64, 128), ("fp32", 3, 22, 128)),  # the latter: three pairs a token
     ],
 )
 def test_update_of_the_delta_rule(states, tokens, R, size, tmp_path):
