@@ -13,6 +13,7 @@ from megatron_hybrid_prefix.layers import gated_delta_net
 from megatron_hybrid_prefix.layers.gated_delta_net import GatedDeltaNetKind
 from megatron_hybrid_prefix.mcore import HybridPrefixContext
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from megatron_hybrid_prefix.platform.kernels.training import chunk_gated_delta_product
 from megatron_hybrid_prefix.upstream.delta_net import mark_packed_parameters
 from megatron_hybrid_prefix.upstream.delta_product import IS_THERE, mixer_spec
 from tests.harness.engine_helpers import random_tokens
@@ -138,3 +139,8 @@ def test_a_megatron_without_the_layer_is_named(platform, monkeypatch):
         ValueError, match=r"^gdp_num_householder=3: only Megatron-LM's main has Gated Delta Product layers$"
     ):
         build_hybrid_model(get_preset("tiny", gdp_num_householder=3), platform=platform)
+
+
+def test_packed_sequences_do_not_train_without_the_kernels():
+    with pytest.raises(ValueError, match=r"Gated Delta Product layers train on sequences of one length$"):
+        chunk_gated_delta_product(*torch.ones(5, 1, 2, 1, 1), num_householder=1, cu_seqlens=torch.tensor([0, 1, 2]))
