@@ -97,22 +97,24 @@ def engine_imported(platform):
     import megatron.core.inference.engines  # noqa: F401
 
 
+def _built(name: str, platform: Any) -> Any:
+    """A model of `tests.harness.named_models`, with random weights of seed 0."""
+    from megatron_hybrid_prefix.models import build_hybrid_model
+    from tests.harness.named_models import named
+
+    return build_hybrid_model(named(name), seed=0, platform=platform)
+
+
 def _tiny(name: str) -> Any:
-    """A session's model of `tests.harness.named_models`, with random weights of seed 0."""
-
-    @pytest.fixture(scope="session")
-    def built(platform):
-        from megatron_hybrid_prefix.models import build_hybrid_model
-        from tests.harness.named_models import named
-
-        return build_hybrid_model(named(name), seed=0, platform=platform)
-
-    return built
+    """A session's one."""
+    return pytest.fixture(scope="session")(lambda platform: _built(name, platform))
 
 
 tiny = _tiny("tiny")
 tiny_gdn = _tiny("tiny-gdn")
 tiny_gdn_mtp = _tiny("tiny-gdn-mtp")
+tiny_gdp = _tiny("tiny-gdp")
+tiny_gdp_mtp = _tiny("tiny-gdp-mtp")
 tiny_granite = _tiny("tiny-granite")
 tiny_granite_dense = _tiny("tiny-granite-dense")
 tiny_olmo_hybrid = _tiny("tiny-olmo-hybrid")
@@ -123,6 +125,14 @@ tiny_mtp = _tiny("tiny-mtp")
 tiny_nemotron_3 = _tiny("tiny-nemotron-3")
 tiny_qwen3_5 = _tiny("tiny-qwen3-5")
 tiny_qwen3_next = _tiny("tiny-qwen3-next")
+
+
+@pytest.fixture(scope="session")
+def tiny_gdp_mixed(platform):
+    """Mamba2, Gated Delta Product and attention: the symbol of the first two is the same."""
+    built, other = (_built(name, platform) for name in ("tiny-gdp", "tiny"))
+    built.decoder.layers[0].mixer = other.decoder.layers[0].mixer
+    return built
 
 
 @pytest.fixture

@@ -101,7 +101,8 @@ def rows_of(sizes: Sizes, plan: Plan, usage: Usage) -> list[tuple[str, str]]:
         rows.append(("... on the host, beside them", f"{plan.host_conversations:,}"))
         rows.append(("states on the host, if it holds no KV", f"{plan.host_states:,}"))
     rows.append(("rings of a running request", f"{plan.ring_bytes:,} bytes, set aside for {usage.max_requests}"))
-    rows.append(("... with exact='bits'", f"{sizes.open_ring_bytes:,} bytes"))
+    if sizes.open_ring_bytes is not None:
+        rows.append(("... with exact='bits'", f"{sizes.open_ring_bytes:,} bytes"))
     if sizes.next_logits_bytes is not None:
         rows.append(("log-probs of prompts (host), per checkpoint", f"{sizes.next_logits_bytes:,} bytes"))
         rows.append(("... per token, with one token of the highest probability", f"{SCORE_BYTES} bytes"))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +18,20 @@ from typing import Any
 from megatron_hybrid_prefix.console.hf import folder_of
 from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, read_text
 from megatron_hybrid_prefix.layers import components as of_layers
-from megatron_hybrid_prefix.layers.components import RINGS, gated_delta_net_components, mamba2_components, rings_of
+from megatron_hybrid_prefix.layers.components import (
+    RINGS,
+    gated_delta_net_components,
+    gated_delta_product_components,
+    mamba2_components,
+    rings_of,
+)
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
 from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
 from megatron_hybrid_prefix.models.hf.given import Given
 from megatron_hybrid_prefix.pool.layout import DTYPE_BYTES, RingLayout, SlotLayout, StateLayout
 
-_DELTA_NET_CHUNK = 64  # tokens
+_DELTA_NET_CHUNK = 64  # tokens, or pairs
+_GDP_SPECS = {f"{name}{kind}_stack_spec" for name in ("gdp", "gated_delta_product") for kind in ("", "_inference")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,35 +66,40 @@ class Sizes:
     def layout(self) -> SlotLayout:
         """One state on one rank."""
         config, kinds = self.config, []
+        of_delta: dict[str, Any] = {
+            "taps": config.d_conv,
+            "window_dtype": config.dtype,
+            "state_dtype": self.state_dtype,
+        }
         if layers := config.count("M"):
             heads, groups = config.mamba_num_heads // self.tp, config.mamba_num_groups // self.tp
-            channels = heads * config.mamba_head_dim + 2 * groups * config.mamba_state_dim
-            matrix, state_dtype = (
-                (heads, config.mamba_head_dim, config.mamba_state_dim),
-                self.state_dtype or config.dtype,
-            )
+            key_dim, value_dim = config.mamba_state_dim, config.mamba_head_dim
+        if layers and config.gdp_num_householder:
+            sizes: dict[str, Any] = {"heads": heads, "key_dim": key_dim, "value_dim": value_dim, "groups": groups}
+            components = gated_delta_product_components(pairs=config.gdp_num_householder, **sizes, **of_delta)
+            kinds.append(StateLayout(kind="gated_delta_product", layers=layers, components=components))
+        elif layers:
+            channels = heads * value_dim + 2 * groups * key_dim
+            matrix, state_dtype = (heads, value_dim, key_dim), self.state_dtype or config.dtype
             components = mamba2_components((channels, config.d_conv), config.dtype, matrix, state_dtype)
             kinds.append(StateLayout(kind="mamba2", layers=layers, components=components))
         if layers := config.count("G"):
-            keys, values = config.gdn_num_key_heads // self.tp, config.gdn_num_value_heads // self.tp
+            keys, heads = config.gdn_num_key_heads // self.tp, config.gdn_num_value_heads // self.tp
+            key_dim, value_dim = config.gdn_key_head_dim, config.gdn_value_head_dim
+            sizes = {"heads": heads, "key_dim": key_dim, "value_dim": value_dim}
             components = gated_delta_net_components(
-                channels=2 * keys * config.gdn_key_head_dim + values * config.gdn_value_head_dim,
-                taps=config.d_conv,
-                heads=values,
-                key_dim=config.gdn_key_head_dim,
-                value_dim=config.gdn_value_head_dim,
-                window_dtype=config.dtype,
-                state_dtype=self.state_dtype,
+                channels=2 * keys * key_dim + heads * value_dim, **sizes, **of_delta
             )
             kinds.append(StateLayout(kind="gated_delta_net", layers=layers, components=components))
         return SlotLayout(tuple(kinds))
 
     def check_blocks(self, block_tokens: int) -> None:
         """Raise ValueError, in one line, if KV blocks of so many tokens do not suit a kind of layers."""
-        if block_tokens % _DELTA_NET_CHUNK and self.config.count("G"):
-            raise ValueError(
-                f"KV blocks of {block_tokens} tokens: Gated DeltaNet layers need a multiple of {_DELTA_NET_CHUNK}"
-            )
+        pairs = {"G": ("Gated DeltaNet", 1), "M": ("Gated Delta Product", self.config.gdp_num_householder)}
+        for symbol, (name, each) in pairs.items():
+            if self.config.count(symbol) and block_tokens * each % _DELTA_NET_CHUNK:
+                least = _DELTA_NET_CHUNK // math.gcd(_DELTA_NET_CHUNK, each)
+                raise ValueError(f"KV blocks of {block_tokens} tokens: {name} layers need a multiple of {least}")
 
     @property
     def state_bytes(self) -> int:
@@ -109,8 +123,10 @@ class Sizes:
         return None if self.vocabulary is None else self.vocabulary * DTYPE_BYTES[self.config.dtype]
 
     @property
-    def open_ring_bytes(self) -> int:
-        """Bytes of the rings of a running request with ``exact="bits"``, on one rank."""
+    def open_ring_bytes(self) -> int | None:
+        """Bytes of the rings of a running request with ``exact="bits"``, on one rank; None where a kind of layers has no such mode."""
+        if any(each.kind not in of_layers.OPEN_RINGS for each in self.layout.kinds):
+            return None
         chunks = [self.config.chunk_size if each.kind == "mamba2" else _DELTA_NET_CHUNK for each in self.layout.kinds]
         rings, dtype = of_layers.OPEN_RINGS, self.config.dtype
         return of_layers.open_rings_of(self.layout, rings, chunks, step_tokens=1, dtype=dtype).bytes(1)
@@ -202,6 +218,7 @@ def _of_megatron(given: Given) -> HybridModelConfig:
     pattern = pattern.split("/")[0].replace("E", "-")  # then depths of MTP; experts are MLPs
     hidden_size, query_heads = given.whole("hidden_size"), given.whole("num_attention_heads")
     head_dim = given.whole("mamba_head_dim", default=64)
+    spec = re.findall(r"\w+", str(given.get("spec") or ""))
     grouped = bool(given.get("group_query_attention"))
     fields: dict[str, Any] = dict(
         layer_pattern=pattern,
@@ -217,6 +234,8 @@ def _of_megatron(given: Given) -> HybridModelConfig:
         mamba_head_dim=head_dim,
         mamba_state_dim=given.whole("mamba_state_dim", default=128),
         mamba_num_groups=given.whole("mamba_num_groups", default=8),
+        # Megatron writes the number into every file; the spec says whether there are such layers.
+        gdp_num_householder=given.whole("gdp_num_householder", default=3) if _GDP_SPECS & {*spec[-1:]} else 0,
         gdn_num_key_heads=given.whole("linear_num_key_heads", default=16),
         gdn_num_value_heads=given.whole("linear_num_value_heads", default=32),
         gdn_key_head_dim=given.whole("linear_key_head_dim", default=128),

@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from megatron_hybrid_prefix.layers.components import OPEN_RINGS
+from megatron_hybrid_prefix.layers.components import OPEN_RINGS, RINGS
+from megatron_hybrid_prefix.layers.step import Quantum
 from megatron_hybrid_prefix.ops.rings import RingRows, take_last
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.plugins import Registry
@@ -69,15 +70,15 @@ class LayerKind(ABC):
         """
 
     @abstractmethod
-    def chunk_tokens(self, module: torch.nn.Module) -> int:
-        """Chunk quantum of the layer, in tokens."""
+    def chunk_tokens(self, module: torch.nn.Module) -> Quantum:
+        """Chunk quantum of the layer, in tokens; a fraction where chunks end inside of tokens, see `Quantum`."""
 
     def ring(
         self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
     ) -> tuple[StateComponent, ...]:
         """What a decode keeps in each layer for each running request beside its state: the layer's *ring*.
 
-        By default a decode writes its state, and with drafts the state after each token of the step.
+        Kinds of the package have one in `RINGS`. By default a decode writes its state, and with drafts the state after each token of the step.
 
         Args:
             state: The components of one state.
@@ -89,7 +90,8 @@ class LayerKind(ABC):
             Tensors of one layer's ring, entries first. No other ring nor state may use their names. Those of a kind may not depend
             on a module: a flush knows of none.
         """
-        del tokens, dtype
+        if self.name in RINGS:
+            return RINGS[self.name](state, tokens, step_tokens, dtype)
         if step_tokens == 1:
             return ()
         return tuple(replace(each, name=f"{each.name}_after", shape=(step_tokens, *each.shape)) for each in state)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron_hybrid_prefix.pool.layout import RingLayout, SlotLayout, StateComponent, StateLayout
 
 GDN_CONV, GDN_STATE = "gdn_conv", "gdn_state"
+GDP_CONV, GDP_STATE = "gdp_conv", "gdp_state"
 Ring = Callable[[tuple[StateComponent, ...], int, int, str], tuple[StateComponent, ...]]
 """A layer's ring by the components of its state, R, the most tokens of a row in a step, and the dtype of its inputs."""
 
@@ -36,6 +39,19 @@ def gated_delta_net_components(
             name=GDN_STATE, shape=(heads, key_dim, value_dim), dtype=state_dtype or "float32", accumulates=True
         ),
     )
+
+
+def gated_delta_product_components(
+    *, pairs: int, groups: int, heads: int, key_dim: int, value_dim: int, **others: Any
+) -> tuple[StateComponent, ...]:
+    """As of a Gated DeltaNet, with matrices of (groups, heads of each, key_dim, value_dim).
+
+    A token has ``pairs`` of a key for each group and a value for each head, and a query for each group.
+    """
+    others |= {"channels": pairs * heads * value_dim + (pairs + 1) * groups * key_dim, "key_dim": key_dim}
+    conv, matrix = gated_delta_net_components(heads=heads, value_dim=value_dim, **others)
+    matrices = (groups, heads // groups, key_dim, value_dim)
+    return replace(conv, name=GDP_CONV), replace(matrix, name=GDP_STATE, shape=matrices)
 
 
 def mamba2_ring(
@@ -69,6 +85,22 @@ def gated_delta_net_ring(
     )
 
 
+def gated_delta_product_ring(
+    state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
+) -> tuple[StateComponent, ...]:
+    """As of a Gated DeltaNet, with all pairs of a token in an entry: (entries, pairs, ...)."""
+    conv, matrix = state
+    (channels, taps), (groups, _, key_dim, value_dim) = conv.shape, matrix.shape
+    keys, heads = groups * key_dim, math.prod(matrix.shape[:2])
+    entry = ring_entries(tokens, step_tokens), (channels - keys) // (heads * value_dim + keys)
+    return (
+        StateComponent(name="gdp_recent", shape=(taps - 1 + step_tokens, channels), dtype=conv.dtype),
+        StateComponent(name="gdp_keys", shape=(*entry, groups, key_dim), dtype=dtype),
+        StateComponent(name="gdp_written", shape=(*entry, heads, value_dim), dtype=matrix.dtype),
+        StateComponent(name="gdp_decays", shape=(*entry, heads), dtype="float32"),
+    )
+
+
 def mamba2_open_ring(
     state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
 ) -> tuple[StateComponent, ...]:
@@ -91,7 +123,11 @@ def gated_delta_net_open_ring(
     return recent, keys, values, decays, beta
 
 
-RINGS: Mapping[str, Ring] = {"mamba2": mamba2_ring, "gated_delta_net": gated_delta_net_ring}
+RINGS: Mapping[str, Ring] = {
+    "mamba2": mamba2_ring,
+    "gated_delta_net": gated_delta_net_ring,
+    "gated_delta_product": gated_delta_product_ring,
+}
 OPEN_RINGS: Mapping[str, Ring] = {"mamba2": mamba2_open_ring, "gated_delta_net": gated_delta_net_open_ring}
 
 

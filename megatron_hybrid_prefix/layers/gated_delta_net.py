@@ -12,15 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name, register_layer_kind
-from megatron_hybrid_prefix.layers.components import (
-    GDN_CONV,
-    GDN_STATE,
-    gated_delta_net_components,
-    gated_delta_net_ring,
-)
+from megatron_hybrid_prefix.layers.components import GDN_CONV, GDN_STATE, gated_delta_net_components
 from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
-from megatron_hybrid_prefix.layers.step import PrefillStep
-from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
+from megatron_hybrid_prefix.layers.step import PrefillStep, Quantum
 from megatron_hybrid_prefix.ops.delta_gates import gates
 from megatron_hybrid_prefix.ops.delta_rule import (
     continue_delta_rule,
@@ -84,19 +78,8 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
         return self._gated(y, z)
 
     def slot_prefill(self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], step: PrefillStep) -> torch.Tensor:
-        chunks, slots = step.chunks[CHUNK], step.slots(CHUNK)
         qkv, z, beta, alpha = self._parts(inputs)
-        windows, bias = states[GDN_CONV], self.conv1d.bias
-        convolved = convolve_from_slots(  # reads the sources before windows are written
-            qkv,
-            windows,
-            self.conv1d.weight.squeeze(1).to(windows.dtype),
-            bias,
-            sources=step.token_sources,
-            starts=step.token_starts,
-            wrong=step.wrong,
-        )
-        write_conv_windows(qkv, windows, chunk_bounds=chunks.bounds, **slots)
+        convolved, slots = step.convolve(CHUNK, qkv, states[GDN_CONV], self.conv1d.weight.squeeze(1), self.conv1d.bias)
         q, k, v, z, log_decay, beta = self._by_head(convolved, z, beta, alpha, step.wrong)
         y = scan_delta_rule(
             q,
@@ -106,8 +89,8 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
             beta,
             states[GDN_STATE],
             normalise=self.use_qk_l2norm,
-            chunk_bounds=chunks.bounds,
-            **(step.slots_of_states(CHUNK) if step.is_open else slots),
+            chunk_bounds=step.chunks[CHUNK].bounds,
+            **slots,
         )
         if step.is_open:
             step.leave_open(CHUNK, states[GDN_STATE], *zip(_open(states), (k, v, log_decay, beta), strict=True))
@@ -157,13 +140,14 @@ class GatedDeltaNetKind(LayerKind):
     """State of a layer: ``gdn_conv``, the last inputs of its convolution, and ``gdn_state``, a matrix a value head."""
 
     name = "gated_delta_net"
+    layer_class: type = GatedDeltaNet
     slot_class = GatedDeltaNetBySlots
     drafts = True
     cuda_graphs = True
     whole_chunks = True
 
     def is_layer(self, module: torch.nn.Module) -> bool:
-        return isinstance(module, GatedDeltaNet)
+        return isinstance(module, self.layer_class)
 
     def components(
         self, module: torch.nn.Module, *, state_dtype: torch.dtype | None, window_dtype: torch.dtype | None
@@ -195,13 +179,8 @@ class GatedDeltaNetKind(LayerKind):
             state_dtype=None if state_dtype is None else dtype_name(state_dtype),
         )
 
-    def chunk_tokens(self, module: torch.nn.Module) -> int:
+    def chunk_tokens(self, module: torch.nn.Module) -> Quantum:
         return CHUNK
-
-    def ring(
-        self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
-    ) -> tuple[StateComponent, ...]:
-        return gated_delta_net_ring(state, tokens, step_tokens, dtype)
 
     def flush(
         self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: Mapping[str, RingRows]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_hybrid_prefix.layers import gated_delta_net, mamba2  # noqa: F401  (they register their kinds)
+from megatron_hybrid_prefix.layers import gated_delta_net, gated_delta_product, mamba2  # noqa: F401  (they register their kinds)
 from megatron_hybrid_prefix.layers.base import KINDS, LayerKind
 from megatron_hybrid_prefix.upstream.state_config import decoder_layers
 

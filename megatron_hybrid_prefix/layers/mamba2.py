@@ -11,9 +11,8 @@ from collections.abc import Mapping
 import torch
 
 from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name, register_layer_kind
-from megatron_hybrid_prefix.layers.components import mamba2_components, mamba2_ring
+from megatron_hybrid_prefix.layers.components import mamba2_components
 from megatron_hybrid_prefix.layers.step import PrefillStep
-from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, flush_states, flush_windows, update_states
 from megatron_hybrid_prefix.ops.mamba_scan import continue_scan, scan_by_slots
 from megatron_hybrid_prefix.ops.rings import OpenRows, RingRows
@@ -74,25 +73,15 @@ class HybridPrefixMambaMixer(StepSeam):
         self, zxBCdt: torch.Tensor, step: PrefillStep, conv_state: torch.Tensor, ssm_state: torch.Tensor
     ) -> torch.Tensor:
         tokens, groups = zxBCdt.shape[0], self.ngroups_local_tp * self.d_state
-        chunks, slots = step.chunks[self.chunk_size], step.slots(self.chunk_size)
-        of_states = step.slots_of_states(self.chunk_size) if step.is_open else slots
         z, xBC, dt = self._parts(zxBCdt.squeeze(1))
-        convolved = convolve_from_slots(  # reads the sources before windows are written
-            xBC,
-            conv_state,
-            self.cp.get_conv1d_weight().squeeze(1).to(conv_state.dtype),
-            self.cp.get_conv1d_bias(),
-            sources=step.token_sources,
-            starts=step.token_starts,
-            wrong=step.wrong,
-        )
-        write_conv_windows(xBC, conv_state, chunk_bounds=chunks.bounds, **slots)
+        weight, bias = self.cp.get_conv1d_weight().squeeze(1), self.cp.get_conv1d_bias()
+        convolved, slots = step.convolve(self.chunk_size, xBC, conv_state, weight, bias)
         x, B, C = torch.split(convolved, [self.d_inner_local_tp, groups, groups], dim=-1)
         D, by_head = self.cp.get_D(), (-1, self.headdim)
         y = scan_by_slots(
             ssm_state,
-            chunks.bounds,
-            **of_states,
+            step.chunks[self.chunk_size].bounds,
+            **slots,
             x=x.unflatten(1, by_head),
             dt=dt,
             A=-torch.exp(self.cp.get_A_log().float()),
@@ -141,11 +130,6 @@ class Mamba2(LayerKind):
     def chunk_tokens(self, module: torch.nn.Module) -> int:
         mixer: MambaMixer = module
         return int(mixer.chunk_size)
-
-    def ring(
-        self, state: tuple[StateComponent, ...], tokens: int, step_tokens: int, dtype: str
-    ) -> tuple[StateComponent, ...]:
-        return mamba2_ring(state, tokens, step_tokens, dtype)
 
     def flush(
         self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: Mapping[str, RingRows]

@@ -5,6 +5,7 @@
 - Chunks lie on the absolute token grid: they end at every multiple of the kind's chunk quantum and of the KV block size,
   counted from position 0 of the request, not from the start of this step's span. So every boundary is the end of a chunk,
   and a request that resumes splits the scan exactly like a request without a hit.
+- A quantum may be a fraction. Where its denominator is 3, chunks end at thirds of tokens, and their bounds count thirds.
 
 Each quantum has its own `Chunks`. All arrays share one pinned buffer, which one copy sends to the device. Device addresses
 are fixed, as CUDA graphs require.
@@ -12,14 +13,17 @@ are fixed, as CUDA graphs require.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
 from megatron_hybrid_prefix.ops.rings import OpenChunks, OpenRows, RingRows
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
@@ -58,6 +62,14 @@ class ChunkGrid:
 
 
 _ALIGNMENT_BYTES = 16
+Quantum = int | Fraction
+"""Chunk quantum of a kind, in tokens. Its multiples that are whole tokens are those of its numerator."""
+
+
+def grid_tokens(quanta: Iterable[Quantum]) -> int:
+    """At multiples of it, chunks of all these quanta end."""
+    return math.lcm(*(quantum.numerator for quantum in quanta))
+
 
 _Integers = NDArray[np.integer]
 
@@ -90,7 +102,7 @@ class Chunks:
     Attributes:
         first: (sequences + 1,) int64, the chunks of sequence i are [first[i], first[i + 1]).
         slots: (chunks,) int64, the checkpoint slot for the state after a chunk, or NO_SLOT.
-        bounds: (chunks + 1,) int32, chunk i is rows [bounds[i], bounds[i + 1]) of the prefilled tokens.
+        bounds: (chunks + 1,) int32, chunk i is rows [bounds[i], bounds[i + 1]) of the prefilled tokens; see `Quantum`.
     """
 
     first: torch.Tensor
@@ -142,7 +154,8 @@ class PrefillStep:
         token_sources: (tokens,) int32, the source slot of each token's sequence.
         token_starts: (tokens,) int32, the row where each token's sequence starts.
         wrong: (tokens,) int32, zero when the step begins: layers mark tokens whose inputs are not finite (``ops/elementwise.py``).
-        chunks: By quantum. Empty before the first prefill. The tensors above (not ``buffer``) do not exist before it.
+        slots: By quantum, source and target slots: arguments of the operations in ``ops/``.
+        chunks: By quantum. Empty before the first prefill, as ``slots``. The tensors above (not ``buffer``) do not exist before it.
     """
 
     bounds: torch.Tensor
@@ -154,7 +167,7 @@ class PrefillStep:
     def __init__(
         self,
         *,
-        quanta: Iterable[int],
+        quanta: Iterable[Quantum],
         block_tokens: int,
         max_tokens: int,
         max_sequences: int,
@@ -163,9 +176,10 @@ class PrefillStep:
     ) -> None:
         self.is_open = is_open
         self._grids = {
-            quantum: ChunkGrid(chunk_tokens=quantum, block_tokens=block_tokens) for quantum in sorted(set(quanta))
+            each: ChunkGrid(chunk_tokens=each.numerator, block_tokens=block_tokens * each.denominator)
+            for each in sorted(set(quanta))
         }
-        most_chunks = {q: grid.max_chunks(max_tokens, max_sequences) for q, grid in self._grids.items()}
+        most_chunks = {q: grid.max_chunks(max_tokens * q.denominator, max_sequences) for q, grid in self._grids.items()}
         sizes: list[tuple[str, int, type[np.int32 | np.int64]]]
         sizes = [("source", max_sequences, np.int64), ("live", max_sequences, np.int64)]
         for quantum, chunks in most_chunks.items():
@@ -182,7 +196,8 @@ class PrefillStep:
         self._tokens = torch.arange(max_tokens if is_open else 0, device=device)
         self._sizes = (0, 0)
         self._shown: tuple[int, int] | None = None
-        self.chunks: dict[int, Chunks] = {}
+        self.chunks: dict[Quantum, Chunks] = {}
+        self.slots: dict[Quantum, dict[str, torch.Tensor]] = {}
 
     def prepare(self, spans: Sequence[PrefillSpan], *, tokens: int, sequences: int) -> None:
         """Describe the next step; the device has it after `copy`, the attributes show it after `show`.
@@ -205,10 +220,11 @@ class PrefillStep:
         self._fill("token_source", np.repeat(sources, lengths) if lengths else (), tokens, 0)
         self._fill("token_start", np.repeat(starts, lengths) if lengths else (), tokens, 0)
         for quantum, grid in self._grids.items():
-            self._cut(quantum, grid, spans, chunks=grid.max_chunks(tokens, sequences), sequences=sequences)
+            chunks = grid.max_chunks(tokens * quantum.denominator, sequences)
+            self._cut(quantum, grid, spans, chunks=chunks, sequences=sequences)
             if self.is_open:
                 self._fill(f"entries{quantum}", (), tokens, NO_SLOT)
-                self._leave_open(quantum, grid, spans, chunks=grid.max_chunks(tokens, sequences), sequences=sequences)
+                self._leave_open(quantum, grid, spans, chunks=chunks, sequences=sequences)
         self._sizes = (tokens, sequences)
 
     def copy(self) -> None:
@@ -227,26 +243,29 @@ class PrefillStep:
         self.source_slots, self.live_slots = own["source"][:sequences], own["live"][:sequences]
         self.token_sources, self.token_starts = own["token_source"][:tokens], own["token_start"][:tokens]
         for quantum, grid in self._grids.items():
-            count = grid.max_chunks(tokens, sequences)
+            count = grid.max_chunks(tokens * quantum.denominator, sequences)
             self.chunks[quantum] = Chunks(
                 first=own[f"first{quantum}"][: sequences + 1],
                 slots=own[f"slots{quantum}"][:count],
                 bounds=own[f"bounds{quantum}"][: count + 1],
             )
+            slots = {"first_chunks": self.chunks[quantum].first, "chunk_slots": self.chunks[quantum].slots}
+            self.slots[quantum] = slots | {"source_slots": self.source_slots, "live_slots": self.live_slots}
 
-    def slots(self, quantum: int) -> dict[str, torch.Tensor]:
-        """Source and target slots: arguments of the operations in ``ops/``."""
-        chunks = self.chunks[quantum]
-        return {
-            "first_chunks": chunks.first,
-            "source_slots": self.source_slots,
-            "live_slots": self.live_slots,
-            "chunk_slots": chunks.slots,
-        }
+    def convolve(
+        self, quantum: Quantum, x: torch.Tensor, windows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """`convolve_from_slots`, and then `write_conv_windows`, of a layer with this quantum; and the slots of its scan, as arguments."""
+        where = {"sources": self.token_sources, "starts": self.token_starts, "wrong": self.wrong}
+        convolved = convolve_from_slots(x, windows, weight.to(windows.dtype), bias, **where)
+        bounds, slots = self.chunks[quantum].bounds, self.slots[quantum]
+        whole = bounds if quantum.denominator == 1 else bounds // quantum.denominator
+        write_conv_windows(x, windows, chunk_bounds=whole, **slots)  # sources are read before
+        return convolved, self.slots_of_states(quantum) if self.is_open else slots
 
-    def slots_of_states(self, quantum: int) -> dict[str, torch.Tensor]:
+    def slots_of_states(self, quantum: Quantum) -> dict[str, torch.Tensor]:
         """`slots` for what is written at ends of chunks alone: where the last is open, the live slot is that of an earlier one."""
-        slots = self.slots(quantum)
+        slots = self.slots[quantum]
         live, scanned = self._tensors[f"live{quantum}"], self._tensors[f"scanned{quantum}"]
         return slots | {
             "live_slots": live[: len(self.live_slots)],
@@ -268,7 +287,7 @@ class PrefillStep:
             copy_slots(tokens[None], ring.flatten(0, 1)[None], self._tokens[: len(tokens)], entries)
 
     def _leave_open(
-        self, quantum: int, grid: ChunkGrid, spans: Sequence[PrefillSpan], *, chunks: int, sequences: int
+        self, quantum: Quantum, grid: ChunkGrid, spans: Sequence[PrefillSpan], *, chunks: int, sequences: int
     ) -> None:
         """The live slot of a sequence with an open chunk is that of the chunk before, or gets a copy of a checkpoint or the source."""
         first, bounds, slots = (self._arrays[f"{name}{quantum}"] for name in ("first", "bounds", "slots"))
@@ -286,18 +305,21 @@ class PrefillStep:
             live.append(NO_SLOT)
             copied.append(NO_SLOT if before == span.live_slot else before)
             entries, row = self._arrays[f"entries{quantum}"], int(bounds[last + 1])
-            entries[row - (end - begin) : row] = np.arange(end - begin) + span.ring * quantum
+            entries[row - (end - begin) : row] = np.arange(end - begin) + span.ring * quantum.numerator
         self._fill(f"scanned{quantum}", scanned, chunks, NO_SLOT)
         self._fill(f"live{quantum}", live, sequences, NO_SLOT)
         self._fill(f"copied{quantum}", copied, sequences, NO_SLOT)
 
-    def _cut(self, quantum: int, grid: ChunkGrid, spans: Sequence[PrefillSpan], *, chunks: int, sequences: int) -> None:
-        bounds, first = [0], [0]
+    def _cut(
+        self, quantum: Quantum, grid: ChunkGrid, spans: Sequence[PrefillSpan], *, chunks: int, sequences: int
+    ) -> None:
+        bounds, first, parts = [0], [0], quantum.denominator
         slots: list[int] = []
         for span in spans:
-            kept = dict(span.kept)
-            row = bounds[-1] - span.start_tokens
-            for position in grid.ends(span.start_tokens, span.start_tokens + span.tokens):
+            kept = {position * parts: slot for position, slot in span.kept.items()}
+            start, end = span.start_tokens * parts, (span.start_tokens + span.tokens) * parts
+            row = bounds[-1] - start
+            for position in grid.ends(start, end):
                 bounds.append(row + position)
                 slots.append(kept.pop(position, NO_SLOT))
             assert not kept, "a checkpoint is not at the end of a chunk"

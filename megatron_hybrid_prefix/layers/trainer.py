@@ -110,7 +110,7 @@ def _problem(model: torch.nn.Module, block_tokens: int) -> str | None:
         if kind.name not in OPEN_RINGS and type(kind).open_ring is LayerKind.open_ring:
             return f"layers of kind {kind.name} have no decode with the bits of their prefill"
         if kind.whole_chunks and block_tokens % kind.chunk_tokens(layer):
-            return f"block_size_tokens={block_tokens} is no multiple of {kind.chunk_tokens(layer)}, the chunk of {kind.name}"
+            return f"block_size_tokens={block_tokens} is no multiple of {kind.chunk_tokens(layer).numerator}, the chunk of {kind.name}"
         if isinstance(layer, MambaMixer) and (lost := lost_override(layer, WholeMamba, extends=True)) is not None:
             return lost
     for core in (attention.core_attention for attention in _attentions(model)):

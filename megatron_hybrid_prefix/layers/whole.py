@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
+from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep, Quantum
 from megatron_hybrid_prefix.ops.invariant import scope
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
@@ -54,7 +54,7 @@ class WholeSequences:
     """
 
     def __init__(
-        self, model: Any, quanta: set[int], states: Mapping[int, Mapping[str, torch.Tensor]], block_tokens: int
+        self, model: Any, quanta: set[Quantum], states: Mapping[int, Mapping[str, torch.Tensor]], block_tokens: int
     ) -> None:
         self.model, self._quanta, self._states, self._block_tokens = model, quanta, states, block_tokens
         self._steps: dict[tuple[int, int], PrefillStep] = {}

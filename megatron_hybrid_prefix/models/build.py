@@ -303,10 +303,14 @@ def _graph_fields(
 
 def _recurrent_fields(config: HybridModelConfig) -> dict[str, int]:
     """Dimensions of the recurrent layers that there are; megatron's defaults stay for others."""
+    from megatron_hybrid_prefix.upstream import delta_product
+
     fields: dict[str, int] = {}
     if "M" in config.symbols:
         names = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
         fields |= {name: getattr(config, name) for name in names}
+        if config.gdp_num_householder and delta_product.IS_THERE:
+            fields["gdp_num_householder"] = config.gdp_num_householder
     if "G" in config.symbols:
         fields |= dict(
             linear_num_key_heads=config.gdn_num_key_heads,
@@ -342,6 +346,8 @@ def _use_local_final_norm(model: Any) -> None:
 
 
 def _layer_specs(config: HybridModelConfig, transformer_impl: str) -> Any:
+    from megatron_hybrid_prefix.upstream import delta_product
+
     if transformer_impl == "local":
         spec = local_layer_specs(config.num_moe_experts, qk_norm=config.qk_norm)
     else:
@@ -353,9 +359,11 @@ def _layer_specs(config: HybridModelConfig, transformer_impl: str) -> Any:
         normed = with_parts(attention.submodules.self_attention, q_layernorm=q, k_layernorm=k)
         spec = with_parts(spec, attention_layer=with_parts(attention, self_attention=normed))
     mamba = spec.submodules.mamba_layer
-    mixer = dataclasses.replace(
-        mamba.submodules.mixer, params={"chunk_size": config.chunk_size, "d_conv": config.d_conv}
-    )
+    mixer = mamba.submodules.mixer
+    if config.gdp_num_householder:
+        parts = mixer.submodules
+        mixer = delta_product.mixer_spec(parts.in_proj, parts.out_proj, config.gdp_num_householder)
+    mixer = dataclasses.replace(mixer, params=mixer.params | {"chunk_size": config.chunk_size, "d_conv": config.d_conv})
     return with_parts(spec, mamba_layer=with_parts(mamba, mixer=mixer))
 
 

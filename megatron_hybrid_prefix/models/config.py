@@ -23,6 +23,8 @@ class HybridModelConfig:
         mamba_head_dim: Channels of an SSM head.
         mamba_state_dim: State size of a channel (N).
         mamba_num_groups: Groups that share B and C.
+        gdp_num_householder: Pairs of key and value of a token in ``M`` layers, which are Gated Delta Product layers then, with
+            ``mamba_`` dimensions; 0: they are Mamba2.
         gdn_num_key_heads: Query and key heads of a ``G`` layer.
         gdn_num_value_heads: Its value heads, each with a matrix as state; those that share a key head are neighbours.
         gdn_key_head_dim: Channels of a query and a key head (K).
@@ -92,6 +94,7 @@ class HybridModelConfig:
     mamba_head_dim: int = 0
     mamba_state_dim: int = 0
     mamba_num_groups: int = 0
+    gdp_num_householder: int = 0
     gdn_num_key_heads: int = 0
     gdn_num_value_heads: int = 0
     gdn_key_head_dim: int = 0
@@ -190,7 +193,7 @@ class HybridModelConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         for name in (
             *("num_moe_experts", "moe_ffn_hidden_size", "moe_latent_size", "moe_shared_expert_intermediate_size"),
-            "mtp_num_layers",
+            *("gdp_num_householder", "mtp_num_layers"),
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must not be negative")

@@ -11,6 +11,7 @@ Each group but the last three applies only if the part is missing:
                               with PyTorch.
   * `NO_MAMBA_SSM`            no mamba-ssm: the mixer can be built; static batching raises an error that says what to install.
   * `NO_FLA`                  no flash-linear-attention: Gated DeltaNet layers can be built, and train with PyTorch.
+  * `GDP_PARTS`               either of the two: likewise, of Gated Delta Product layers, where megatron has them.
   * `*GATHERING_ATTENTION`    no flash-attention of any generation: on a CPU attention gathers the pages, on a GPU a kernel reads them.
   * `NO_TRANSFORMER_ENGINE`   no Transformer Engine, or no CUDA device for it: what upstream calls of it whatever the layers are.
   * `TRAINING`                always: megatron.training compares its flags with the process groups that run.
@@ -229,6 +230,20 @@ NO_FLA = (
     ),
     Rebinding(modules.GATED_DELTA_NET, "causal_conv1d", _kernel("training", "causal_conv1d"), _TRAINS),
     Rebinding(modules.GATED_DELTA_NET_BASE, "l2norm", _kernel("training", "l2norm"), _TRAINS),
+)
+
+
+GDP_PARTS = tuple(
+    Rebinding(modules.GATED_DELTA_PRODUCT, name, make, "construction and training ask for it", may_be_absent=True)
+    for name, make in (
+        ("HAVE_FLA", _replace_by(True)),
+        ("HAVE_MAMBA_SSM", _replace_by(True)),
+        ("ExtendedRMSNorm", _gated_norm),
+        ("check_fla_sequence_packing_support", _replace_by(lambda: (True, None))),  # the last one refuses it
+        ("causal_conv1d_fn", _replace_by(None)),  # megatron then uses PyTorch
+        ("l2_norm", _kernel("training", "l2norm")),
+        ("chunk_gated_delta_product", _kernel("training", "chunk_gated_delta_product")),
+    )
 )
 
 

@@ -269,7 +269,7 @@ def _replace_what_is_missing(use_cuda: bool) -> Machine:
     try:
         with importing_megatron(use_cuda):
             compiled = not use_cuda or _stand_in_for_extensions()
-            from megatron_hybrid_prefix.upstream import delta_net, packages
+            from megatron_hybrid_prefix.upstream import delta_net, delta_product, packages
     except BaseException:
         _applied.undo()
         raise
@@ -284,6 +284,8 @@ def _replace_what_is_missing(use_cuda: bool) -> Machine:
         rebindings += patches.MAMBA_TRAINING
     if not delta_net.has_fla():
         rebindings += patches.NO_FLA
+    if delta_product.IS_THERE and not (has_parts and compiled and delta_net.has_fla()):
+        rebindings += patches.GDP_PARTS
     if not use_cuda:
         rebindings += patches.HOST_MEGATRON + patches.HOST_ATTENTION + patches.HOST_TRAINING
         attention, mamba = "gather (PyTorch)", "PyTorch"

@@ -50,6 +50,7 @@ CAPABILITIES: Mapping[str, Forms] = {
     "steps of recurrent layers": Forms("shared", f"{_SSM}.ssm_inference", "by class"),
     # What a layer computes once from its weights is computed again when they change; or in a later step, if a flag says so.
     "what follows from weights": Forms("refreshed", f"{_MIXER}.refresh_cache", "flagged"),
+    "Gated Delta Product": Forms("yes", f"{_SSM}.gated_delta_product"),
     # Where the kernels are.
     "recurrent kernels": Forms("by kind", f"{_SSM}.ops.mamba2", "in one folder"),
     # In a model with ``batch_invariant_mode``, Mamba2 decodes as its prefill does, from the inputs of a chunk; or as in any model.

@@ -9,6 +9,8 @@ import torch
 from megatron.core.ssm import gated_delta_net
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 
+from megatron_hybrid_prefix.upstream.delta_product import GatedDeltaProductMixer
+
 
 def has_fla() -> bool:
     """Whether flash-linear-attention is there, whose kernels megatron trains the layer with."""
@@ -30,7 +32,7 @@ def _with_scaled_beta(rule: Any, scale: float, *args: torch.Tensor, beta: torch.
 
 
 def mark_packed_parameters(model: torch.nn.Module) -> None:
-    """Parameters of several parts say how many rows of each this rank holds, as those of megatron's Mamba mixers do."""
+    """Parameters say along which dimension they are divided, and how many rows of each part this rank holds, as megatron's Mamba mixers do."""
     for module in model.modules():
         if isinstance(module, GatedDeltaNet):
             layer: Any = module
@@ -39,3 +41,7 @@ def mark_packed_parameters(model: torch.nn.Module) -> None:
             for part in (layer.conv1d.weight, layer.conv1d.bias):
                 if part is not None:
                     part.partition_sizes = [qk, qk, v]
+        elif isinstance(module, GatedDeltaProductMixer):
+            mixer: Any = module
+            for part in (mixer.A_log, mixer.dt_bias, mixer.norm.weight):
+                part.partition_dim = 0

@@ -23,13 +23,19 @@ pytestmark = pytest.mark.multi
 
 # (tp, pp): where the stages are cut. One with three times as many layers; one where nothing recurs; layers of several kinds,
 # some of them on one stage only.
-PATTERNS = {(2, 1): ("G*-MG*-",), (1, 2): ("M*-|M*-M-M-", "G*-|MG*-", "M*-M-|*-"), (2, 2): ("*-|M*-M-",)}
+PATTERNS = {
+    (2, 1): ("G*-MG*-", "M*-MG*-"),
+    (1, 2): ("M*-|M*-M-M-", "G*-|MG*-", "M*-|M*-M-", "M*-M-|*-"),
+    (2, 2): ("*-|M*-M-",),
+}
+PAIRS = ("M*-MG*-", "M*-M*-M-")  # M layers are Gated Delta Product
 CASES = mostly_slow(
     [(layout, pattern) for layout, patterns in PATTERNS.items() for pattern in patterns], ((2, 1), "G*-MG*-")
 )
 LAYOUTS = mostly_slow(PATTERNS, (2, 1))
 # Both scheduling modes for one pattern with and one without stages.
 ONE_MODE = {"M*-|M*-M-M-": ("legacy",), "G*-|MG*-": ("async",), "M*-M-|*-": ("legacy",), "*-|M*-M-": ("async",)}
+ONE_MODE |= {"M*-MG*-": ("async",), "M*-|M*-M-": ("legacy",)}
 
 
 def tails() -> list[Any]:
@@ -98,8 +104,9 @@ SCENARIOS: dict[str, tuple[list[Any], dict[str, int], dict[str, Any]]] = {
 
 def model_of(pattern: str, pp: int) -> dict[str, Any]:
     """The model with this pattern; with one stage its layers are in one."""
-    preset = "tiny-gdn" if "G" in pattern else "tiny"
-    return {"name": preset, "layer_pattern": pattern if pp > 1 else pattern.replace("|", "")}
+    preset, whole = "tiny-gdn" if "G" in pattern else "tiny", pattern.replace("|", "")
+    model = {"name": preset, "layer_pattern": pattern if pp > 1 else whole}
+    return model | ({"name": "tiny-gdp-gdn", "gdp_num_householder": 3} if whole in PAIRS else {})
 
 
 def session(

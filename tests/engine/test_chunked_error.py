@@ -42,7 +42,7 @@ def test_ours_is_right_in_chunks_and_megatron_is_not_in_a_short_one(models):
 
 
 def test_a_lost_window_is_seen(models, monkeypatch):
-    monkeypatch.setattr("megatron_hybrid_prefix.layers.mamba2.write_conv_windows", lambda *args, **kwargs: None)
+    monkeypatch.setattr("megatron_hybrid_prefix.layers.step.write_conv_windows", lambda *args, **kwargs: None)
     found = report(models, kinds=("bfloat16",))
     assert "bfloat16, whole" in further_off(found)  # in chunks megatron's is wrong, too
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet layers: what megatron trains is what the engine runs, in one pass, with states in float32."""
+"""Gated DeltaNet and Gated Delta Product layers: what megatron trains is what the engine runs, in one pass, with states in float32."""
 
 from __future__ import annotations
 
@@ -13,28 +13,37 @@ from megatron_hybrid_prefix.layers import gated_delta_net
 from megatron_hybrid_prefix.layers.gated_delta_net import GatedDeltaNetKind
 from megatron_hybrid_prefix.mcore import HybridPrefixContext
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from megatron_hybrid_prefix.platform.kernels.training import chunk_gated_delta_product
 from megatron_hybrid_prefix.upstream.delta_net import mark_packed_parameters
+from megatron_hybrid_prefix.upstream.delta_product import IS_THERE, mixer_spec
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.naive_model import NaiveHybridModel
 from tests.harness.named_models import named
 
+with_products = pytest.mark.skipif(not IS_THERE, reason="this megatron-core has no Gated Delta Product layers")
+
 
 @pytest.mark.parametrize("with_slots", [False, True], ids=["megatrons_class", "slot_class"])
-@pytest.mark.parametrize(("name", "number"), [("tiny-gdn", 3), ("tiny-olmo-hybrid", 2)])
+@pytest.mark.parametrize(
+    ("name", "number"), [("tiny-gdn", 3), ("tiny-olmo-hybrid", 2), pytest.param("tiny-gdp", 3, marks=with_products)]
+)
 def test_the_reference_is_what_megatron_trains(platform, with_slots, name, number):
-    """Megatron's own forward, with PyTorch in place of flash-linear-attention."""
+    """Megatron's own forward, with PyTorch in place of flash-linear-attention. It has gradients."""
     model = build_hybrid_model(named(name), seed=0, platform=platform)
     if with_slots:
         build_engine(model)
-    layer = model.decoder.layers[number].self_attention
-    hidden = torch.randn(150, 1, 64, generator=torch.Generator().manual_seed(0))
-    with torch.compiler.set_stance("force_eager"), torch.no_grad():
-        theirs, bias = layer(hidden, attention_mask=None)
-    reference = NaiveHybridModel(model, model.hybrid_config)
-    expected = reference._delta_net(hidden[:, 0].double(), f"decoder.layers.{number}.self_attention.", None, None)
+    layer, reference = model.decoder.layers[number], NaiveHybridModel(model, model.hybrid_config)
+    hidden = torch.randn(150, 1, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    is_product = name == "tiny-gdp"
+    part, of_reference = ("mixer", reference._delta_product) if is_product else ("self_attention", reference._delta_net)
+    with torch.compiler.set_stance("force_eager"):
+        theirs, bias = getattr(layer, part)(hidden, **({} if is_product else {"attention_mask": None}))
+    expected = of_reference(hidden[:, 0].detach().double(), f"decoder.layers.{number}.{part}.", None, None)
     assert bias is None
     assert (theirs[:, 0] - expected).abs().max() <= 1e-5 * expected.abs().max()
+    theirs.sum().backward()
+    assert hidden.grad.isfinite().all() and hidden.grad[-1].any()
 
 
 def test_one_pass_gives_the_states_of_all_boundaries(tiny_gdn, monkeypatch):
@@ -122,3 +131,17 @@ def test_a_bias_of_the_convolution_is_sharded_like_its_weights(platform):
     mark_packed_parameters(model)
     assert convolution.bias.partition_sizes == convolution.weight.partition_sizes
     assert sum(convolution.bias.partition_sizes) == len(convolution.bias)
+
+
+@pytest.mark.skipif(IS_THERE, reason="this megatron-core has Gated Delta Product layers")
+def test_a_megatron_without_the_layer_is_named(platform, monkeypatch):
+    monkeypatch.setattr("megatron_hybrid_prefix.upstream.delta_product.mixer_spec", mixer_spec)
+    with pytest.raises(
+        ValueError, match=r"^gdp_num_householder=3: only Megatron-LM's main has Gated Delta Product layers$"
+    ):
+        build_hybrid_model(get_preset("tiny", gdp_num_householder=3), platform=platform)
+
+
+def test_packed_sequences_do_not_train_without_the_kernels():
+    with pytest.raises(ValueError, match=r"Gated Delta Product layers train on sequences of one length$"):
+        chunk_gated_delta_product(*torch.ones(5, 1, 2, 1, 1), num_householder=1, cu_seqlens=torch.tensor([0, 1, 2]))

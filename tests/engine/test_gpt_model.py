@@ -10,6 +10,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.layers.base import KINDS
 from megatron_hybrid_prefix.mcore import build_upstream_engine, restore_mixers
 from megatron_hybrid_prefix.mcore.state import layout
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
@@ -166,7 +167,7 @@ def test_layers_that_the_config_does_not_name_run_in_one_stage_only(pairs, monke
     served.finish()
     monkeypatch.setattr(layout, "stage_count", lambda groups: 2)
     # A plugin's kind, which other tests register, might be in any stage.
-    monkeypatch.setattr(layout, "layer_kinds", lambda: [layout.MAMBA2, layout.GATED_DELTA_NET])
+    monkeypatch.setattr(layout, "layer_kinds", lambda: [KINDS[name] for name in layout.RINGS])
     layout.mamba_state_config(model)
     said = "layers of kind gated_delta_net are in no pattern, so other pipeline stages do not know of them: set the model's"
     assert refusal(unnamed, None).startswith(said)

@@ -268,8 +268,8 @@ def test_a_config_made_before_install_is_refused_rather_than_fails_in_a_step(req
     assert "\n" not in str(error.value)
 
 
-class GatedDeltaProductMixer(torch.nn.Module):
-    """Stands for that of megatron-core 0.20, which needs flash-linear-attention."""
+class OtherMixer(torch.nn.Module):
+    """Stands for a layer of megatron's that no kind describes."""
 
     chunk_size = 128
 
@@ -281,8 +281,8 @@ def test_recurrent_layers_of_no_kind_are_named_by_a_cache_and_left_to_megatron_w
     model = build_hybrid_model("tiny", seed=0, platform=platform)
     for symbol, layer in layout.decoder_layers(model):
         if symbol == "M":
-            layer.mixer = GatedDeltaProductMixer()
-    message = r"^layer 1 \('M', GatedDeltaProductMixer\) is recurrent, and of none of the layer kinds \[.*'mamba2'.*\]$"
+            layer.mixer = OtherMixer()
+    message = r"^layer 1 \('M', OtherMixer\) is recurrent, and of none of the layer kinds \[.*'mamba2'.*\]$"
     with installed():
         assert classes(ENGINE(model, CONFIG(model))) == upstream_classes()
     with installed(PREFIX), pytest.raises(ValueError, match=message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_hybrid_prefix.layers import mamba2
+from megatron_hybrid_prefix.layers import mamba2, step
 from megatron_hybrid_prefix.layers.mamba2 import HybridPrefixMambaMixer
 from tests.harness.lifecycle_helpers import EngineHarness, tokens
 
@@ -21,8 +21,8 @@ def test_parts_are_views_and_padding_is_zero(tiny, monkeypatch):
         whole = tensors[-1].untyped_storage().data_ptr()
         calls.append([part.untyped_storage().data_ptr() == whole for part in parts])
 
-    def watch(name, before):
-        function = getattr(mamba2, name)
+    def watch(module, name, before):
+        function = getattr(module, name)
 
         def call(*args, **fields):
             before(*args, **fields)
@@ -33,16 +33,16 @@ def test_parts_are_views_and_padding_is_zero(tiny, monkeypatch):
                 padding.append(result[int(args[1][-1]) :])
             return result
 
-        monkeypatch.setattr(mamba2, name, call)
+        monkeypatch.setattr(module, name, call)
 
     def scan_inputs(*args, x, B, C, dt, z, **fields):
         of(convolved, x, B, C)
         of(projected, dt)
         assert z is None  # the norm has it
 
-    watch("convolve_from_slots", lambda xBC, *args, **fields: of(projected, xBC))
-    watch("write_conv_windows", lambda xBC, *args, **fields: of(projected, xBC))
-    watch("scan_by_slots", scan_inputs)
+    watch(step, "convolve_from_slots", lambda xBC, *args, **fields: of(projected, xBC))
+    watch(step, "write_conv_windows", lambda xBC, *args, **fields: of(projected, xBC))
+    watch(mamba2, "scan_by_slots", scan_inputs)
     prefill = HybridPrefixMambaMixer.prefill
 
     def watched(self, zxBCdt, *args):

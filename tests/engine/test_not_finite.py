@@ -15,11 +15,12 @@ from megatron_hybrid_prefix.upstream.mixer import MambaMixer
 from tests.harness.drafts import Drafting
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, known_answer, tokens
 from tests.harness.limits import HANG_S
+from tests.harness.named_models import named
 from tests.harness.shared_tiers import Folder
 
 NAN = float("nan")
 each_mode = pytest.mark.parametrize("mode", MODES)
-PRESETS = ("tiny", "tiny-gdn", "tiny-nemotron-3")
+PRESETS = ("tiny", "tiny-gdn", "tiny-nemotron-3", "tiny-gdp")
 BAD = 66  # a token whose embedding is not finite, where `embedding` says so
 ANSWER = 6
 
@@ -42,7 +43,7 @@ def without_bad(count: int, seed: int) -> list[int]:
 
 @pytest.fixture(scope="module", params=PRESETS)
 def any_model(request: pytest.FixtureRequest, platform: Any) -> Any:
-    return build_hybrid_model(request.param, seed=0)
+    return build_hybrid_model(named(request.param), seed=0)
 
 
 def failed(served: EngineHarness, number: int) -> str:

@@ -131,6 +131,7 @@ MODELS = [
     *(("tiny_gdn", 192, "async"), ("tiny_mixed", 64, "async"), ("tiny_qwen3_next", 64, "async")),
     ("tiny_nemotron_3", 96, "async"),
     *(("tiny_granite", 64, "async"), ("tiny_olmo_hybrid", 64, "async")),
+    *(("tiny_gdp", 192, "async"), ("tiny_gdp_mixed", 64, "async")),
 ]
 # Zeros beside Mamba2 say nothing of one kind alone.
 GDN_MUTANTS = [
@@ -139,6 +140,12 @@ GDN_MUTANTS = [
     *((junctions, "tiny_qwen3_next", "ssm_zeroed"), (junctions, "tiny_qwen3_next", "conv_zeroed")),
     *((tails, "tiny_granite", "ssm_zeroed"), (tails, "tiny_olmo_hybrid", "ssm_zeroed")),
     (junctions, "tiny_olmo_hybrid", "conv_zeroed"),
+    *(
+        (tails, "tiny_gdp", "conv_zeroed"),
+        (junctions, "tiny_gdp", "ssm_zeroed"),
+        (mixed_batches, "tiny_gdp", "other_depth"),
+    ),
+    *((tails, "tiny_gdp_mixed", mutant) for mutant in MUTANTS),
 ]
 RUNS = [
     *((scenario, *model, None) for scenario in SCENARIOS for model in MODELS),
@@ -149,7 +156,10 @@ RUNS = [
     *((preempted, "tiny", 64, "legacy", None), (preempted, "tiny", 64, "async", "conv_zeroed")),
     *(
         (preempted, name, 64, "async", None)
-        for name in ("tiny_mixed", "tiny_qwen3_next", "tiny_nemotron_3", "tiny_granite", "tiny_olmo_hybrid")
+        for name in (
+            *("tiny_mixed", "tiny_qwen3_next", "tiny_nemotron_3", "tiny_granite", "tiny_olmo_hybrid"),
+            "tiny_gdp_mixed",
+        )
     ),
     *((tails, "tiny_qwen3_5", 64, "async", mutant) for mutant in (None, "ssm_zeroed")),
     *(
@@ -170,6 +180,7 @@ FAST = [
     *((tails, "tiny_mixed", 64, "async", "ssm_zeroed"), (junctions, "tiny_qwen3_next", 64, "async", "ssm_zeroed")),
     (tails, "tiny_olmo_hybrid", 64, "async", None),
     *((tails, "tiny_granite", 64, "async", None), (tails, "tiny_granite", 64, "async", "ssm_zeroed")),
+    *((tails, "tiny_gdp", 192, "async", None), (junctions, "tiny_gdp", 64, "async", "ssm_zeroed")),
     *((preempted, "tiny", 64, "legacy", None), (preempted, "tiny_mixed", 64, "async", None)),
 ]
 
@@ -235,16 +246,16 @@ def cuts_everywhere(block: int, quantum: int) -> list[int]:
 # Where a chunk begins and ends decides how it is split: at multiples of the SSM chunk (128) and of the block. With blocks of 64
 # those are the multiples of 64. Each cut in one scheduling mode: both cut the same.
 CUT_CASES = {
-    f"{block}-{mode}": (block, mode, cuts_everywhere(block, quantum)[first::2])
-    for block, quantum in ((64, 64), (96, 128))
+    f"{name} {block}-{mode}": (name, block, mode, cuts_everywhere(block, quantum)[first::2])
+    for name, block, quantum in (("tiny", 64, 64), ("tiny", 96, 128), ("tiny_gdp", 64, 64))
     for first, mode in enumerate(MODES)
 }
 
 
-@pytest.mark.parametrize("case", mostly_slow(CUT_CASES, "64-legacy"))
-def test_chunked_prefill_with_cuts_at_every_residue(tiny, case, monkeypatch):
-    block_size_tokens, mode, cuts = CUT_CASES[case]
-    session = chunked_session(tiny, block_size_tokens, mode)
+@pytest.mark.parametrize("case", mostly_slow(CUT_CASES, "tiny 64-legacy"))
+def test_chunked_prefill_with_cuts_at_every_residue(request, case, monkeypatch):
+    name, block_size_tokens, mode, cuts = CUT_CASES[case]
+    session = chunked_session(request.getfixturevalue(name), block_size_tokens, mode)
     context, ends = session.context, set()
     add = context.add_admitted
 

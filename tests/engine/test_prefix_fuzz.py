@@ -34,7 +34,7 @@ class Traffic(EngineHarness):
 
     def __init__(self, model: Any, seed: int, drafts: int = 0) -> None:
         self.dice = dice = random.Random(seed)
-        needs_64 = "G" in model.hybrid_config.layer_pattern
+        needs_64 = "G" in model.hybrid_config.layer_pattern or model.hybrid_config.gdp_num_householder > 0
         block, blocks = dice.choice((64, 128, 64) if needs_64 else (64, 96, 128)), dice.choice(KV_BLOCKS)
         self.shared = random.Random(f"one memory {seed}")
         if seed not in FOUND and not needs_64 and self.shared.random() < 0.4:
@@ -190,15 +190,17 @@ class Traffic(EngineHarness):
 
 # Pages of several states, of one, and of more blocks than one; layers of both kinds, alone and together, with experts.
 SEEDS = {"tiny": range(16), "tiny_large_states": range(8), "tiny_gdn": (0, 2, 4), "tiny_mixed": (1, 3, 5)}
+SEEDS |= {"tiny_gdp": (0, 2, 4), "tiny_gdp_mixed": (1, 3, 5)}
 DRAFT_SEEDS = {
     **{"tiny_mtp": (*range(6), *FOUND), "tiny_large_states": (0, 2, 5, 10), "tiny_gdn_mtp": (0, 2, 4)},
-    "tiny_nemotron_3": (0, 1, 2),
+    **{"tiny_nemotron_3": (0, 1, 2), "tiny_gdp_mtp": (0, 2, 5)},
 }
 TRAFFIC = [
     *((name, seed, 0) for name, seeds in SEEDS.items() for seed in seeds),
     *((name, seed, 1 + seed % 3) for name, seeds in DRAFT_SEEDS.items() for seed in seeds),
 ]
 FAST = [("tiny", 0, 0), ("tiny", 6, 0), ("tiny_large_states", 1, 0), ("tiny_mixed", 1, 0), ("tiny_mtp", 1, 2)]
+FAST += [("tiny_gdp_mixed", 1, 0), ("tiny_gdp_mtp", 2, 3)]
 
 
 @pytest.mark.parametrize("which", mostly_slow(TRAFFIC, *FAST), ids=lambda which: "-".join(map(str, which)))

@@ -63,7 +63,8 @@ def check_accepted_drafts(model, drafts, mode, tokens_before_end):
 
 MIXED = [
     *(("tiny_mtp", "legacy", None), ("tiny_mtp", "async", None), ("tiny_gdn_mtp", "legacy", None)),
-    *(("tiny_mtp", "async", mutant) for mutant in MUTANTS),
+    *((name, "async", mutant) for name in ("tiny_mtp", "tiny_gdp_mtp") for mutant in MUTANTS),
+    ("tiny_gdp_mtp", "async", None),
 ]
 
 

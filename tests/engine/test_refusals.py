@@ -50,7 +50,9 @@ REFUSED = [
         "^cache_gb=0.001 .* rings of 64 requests",
     ),
     ("tiny_mtp", {}, {"buffer_size_gb": 1e-5}, "^buffer_size_gb=1e-05 is too small: .*$"),
+    ("tiny_gdp", None, {"block_size_tokens": 96}, "layers of kind gated_delta_product need a multiple of 64$"),
     # -- bits
+    ("tiny_gdp", BITS, {}, "^layers of kind gated_delta_product have no decode with the bits of their prefill"),
     ("tiny", BITS | {"exact": "roughly"}, {}, "exact='roughly': must be 'bits', or None"),
     ("tiny", BITS | {"state_dtype": "bfloat16"}, {}, "exact='bits' needs state_dtype='float32', not 'bfloat16'"),
     ("tiny", BITS, {"enable_chunked_prefill": True, "max_tokens": 128}, "needs max_tokens of 260 or more, not 128"),

@@ -95,7 +95,9 @@ def test_kv_that_is_there_is_offered_again_and_not_sent(model, mooncake):
 
 
 @pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], "ssm_zeroed"))
-def test_a_hit_reads_what_it_loaded(model, folder, mutant):
+@pytest.mark.parametrize("name", mostly_slow(["model", "tiny_gdp"], "model"))
+def test_a_hit_reads_what_it_loaded(request, name, folder, mutant):
+    model = request.getfixturevalue(name)
     computed(model, folder)
     served = start(model, folder)
     served.send(tokens(6, 7, seed=900), count=1)  # other states, for a mutant

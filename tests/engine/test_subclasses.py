@@ -28,6 +28,7 @@ from megatron_hybrid_prefix.layers.kinds import restore_mixers
 from megatron_hybrid_prefix.mcore import HybridPrefixController, build_upstream_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.upstream.capabilities import form_of
+from megatron_hybrid_prefix.upstream.delta_product import IS_THERE, GatedDeltaProductMixer
 from tests.engine.test_install import CONFIG, PREFIX, TOKENIZER
 from tests.harness.engine_helpers import assert_same, described, greedy, random_tokens, run_to_end
 from tests.harness.named_models import MORE
@@ -128,13 +129,14 @@ def test_what_a_layer_adds_is_as_in_the_weights(platform, case, weights):
 REFUSED = [
     *(("tiny", MambaMixer, name) for name in (PREFILL, DECODE, "forward", "prefill", "_get_decode_A_neg_exp")),
     *(("tiny-gdn", GatedDeltaNet, name) for name in ("forward", "_apply_gated_norm")),
+    *(("tiny-gdp", GatedDeltaProductMixer, name) for name in ("forward", "_prepare_qkv") if IS_THERE),
 ]
 
 
 @pytest.mark.parametrize(("preset", "base", "name"), REFUSED)
 def test_a_layer_is_refused(platform, preset, base, name):
     model = model_with(preset, base, name, "None")
-    is_called = name not in ("_get_decode_A_neg_exp", "_apply_gated_norm")
+    is_called = name not in ("_get_decode_A_neg_exp", "_apply_gated_norm", "_prepare_qkv")
     said = f"Mine.{name} {f'does not call super().{name}' if is_called else 'would never be called'}: "
     for prefix in (None, PREFIX):
         with pytest.raises(ValueError, match=f"^{re.escape(said)}") as error:

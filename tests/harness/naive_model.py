@@ -101,7 +101,8 @@ class NaiveHybridModel:
             prefix = f"decoder.layers.{i}."
             if symbol == "M":
                 normed = self._norm(x, prefix + "norm.weight")
-                x = x + by * self._mamba(normed, prefix + "mixer.", zero_ssm_at, zero_conv_at)
+                layer = self._delta_product if prefix + "mixer.conv1d.weight" in w else self._mamba
+                x = x + by * layer(normed, prefix + "mixer.", zero_ssm_at, zero_conv_at)
             elif symbol == "G":
                 normed = self._norm(x, prefix + "input_layernorm.weight")
                 x = x + by * self._delta_net(normed, prefix + "self_attention.", zero_ssm_at, zero_conv_at)
@@ -277,7 +278,6 @@ class NaiveHybridModel:
         return (y.reshape(len(x), -1) * w["norm.weight"]) @ w["out_proj.weight"].T
 
     def _delta_net(self, x, prefix, zero_state_at, zero_conv_at):
-        """One token after another: S <- a S (I - b k k^T) + b v k^T = a S + (v - a S k) b k^T, here with S of (V, K)."""
         c = self.config
         w = {name.removeprefix(prefix): value for name, value in self.weights.items() if name.startswith(prefix)}
         key_heads, heads, key_dim, value_dim = (
@@ -294,10 +294,18 @@ class NaiveHybridModel:
         q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
         q, k = (part.repeat_interleave(heads // key_heads, 1) for part in (q, k))
         v = v.unflatten(-1, (heads, value_dim))
-        state, rows = torch.zeros(heads, value_dim, key_dim, dtype=x.dtype, device=x.device), []
+        y = self._delta_rule(q, k, v, decay, rate, zero_state_at)
+        epsilon = c.gated_norm_epsilon or c.layernorm_epsilon
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + epsilon) * w["out_norm.weight"]
+        return (y * F.silu(z.view_as(y))).flatten(1) @ w["out_proj.weight"].T
+
+    def _delta_rule(self, q, k, v, decay, rate, zero_state_at):
+        """One token after another: S <- a S (I - b k k^T) + b v k^T = a S + (v - a S k) b k^T, here with S of (V, K)."""
+        heads, key_dim, value_dim = *k.shape[1:], v.shape[-1]
+        state, rows = torch.zeros(heads, value_dim, key_dim, dtype=v.dtype, device=v.device), []
         written, decay = rate[..., None, None] * k[:, :, None], decay[..., None, None]
-        for at in range(0, len(x), PIECE):
-            some, states = slice(at, at + PIECE), state.new_empty(len(x[at : at + PIECE]), *state.shape)
+        for at in range(0, len(v), PIECE):
+            some, states = slice(at, at + PIECE), state.new_empty(len(v[at : at + PIECE]), *state.shape)
             pieces = zip(
                 *(part[some].unbind() for part in (decay, k[..., None], v[..., None], written)), states, strict=True
             )
@@ -305,10 +313,29 @@ class NaiveHybridModel:
                 old = torch.zeros_like(state) if t == zero_state_at else torch.mul(state, kept, out=new)
                 state = torch.baddbmm(old, torch.baddbmm(value, old, key, alpha=-1), row, out=new)
             rows.append((states @ q[some][..., None])[..., 0])
-        y = torch.cat(rows) * key_dim**-0.5
-        epsilon = c.gated_norm_epsilon or c.layernorm_epsilon
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + epsilon) * w["out_norm.weight"]
-        return (y * F.silu(z.view_as(y))).flatten(1) @ w["out_proj.weight"].T
+        return torch.cat(rows) * key_dim**-0.5
+
+    def _delta_product(self, x, prefix, zero_state_at, zero_conv_at):
+        """A token is one for each of its pairs, of which the first decays, and the last has the output."""
+        c = self.config
+        w = {name.removeprefix(prefix): value for name, value in self.weights.items() if name.startswith(prefix)}
+        heads, groups, key_dim, n = c.mamba_num_heads, c.mamba_num_groups, c.mamba_state_dim, c.gdp_num_householder
+        inner, keys = heads * c.mamba_head_dim, groups * key_dim
+        sizes = [inner, n * inner + (n + 1) * keys, n * heads, heads]
+        z, vkq, b, a = (x @ w["in_proj.weight"].T).split(sizes, dim=-1)
+        rate = torch.sigmoid(b).view(-1, heads)
+        decay = torch.ones_like(rate).view(-1, n, heads)
+        decay[:, 0] = torch.exp(-torch.exp(w["A_log"]) * F.softplus(a + w["dt_bias"]))
+        convolved = self._convolution(vkq, {"conv1d_weight": w["conv1d.weight"], "conv1d_bias": 0}, zero_conv_at)
+        v, k, q = convolved.split([n * inner, n * keys, keys], dim=-1)
+        q, k = q.view(-1, groups, key_dim).repeat_interleave(n, 0), k.reshape(-1, groups, key_dim)
+        q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
+        q, k = (part.repeat_interleave(heads // groups, 1) for part in (q, k))
+        at = None if zero_state_at is None else n * zero_state_at
+        y = self._delta_rule(q, k, v.reshape(len(k), heads, -1), decay.flatten(0, 1), rate, at)[n - 1 :: n]
+        y = (y.flatten(1) * F.silu(z)).view(len(x), groups, -1)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
+        return (y.flatten(1) * w["norm.weight"]) @ w["out_proj.weight"].T
 
     def _convolution(self, xbc, w, zero_at):
         """Convolution over the last ``d_conv`` tokens. From position ``zero_at`` on, earlier tokens count as zero."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
@@ -18,6 +19,12 @@ YARN = {"yarn_factor": 4.0, "yarn_original_length": 64, "yarn_beta_fast": 8.0, "
 MORE = {
     # Mamba2 and Gated DeltaNet layers side by side, and experts.
     "tiny-mixed": get_preset("tiny-gdn", layer_pattern="MG*EG*-", num_moe_experts=4),
+    # Gated Delta Product; beside Gated DeltaNet; and with depths of multi-token prediction.
+    "tiny-gdp": get_preset("tiny", gdp_num_householder=3),
+    "tiny-gdp-gdn": get_preset("tiny-gdn", layer_pattern="M*-MG*-", gdp_num_householder=3),
+    "tiny-gdp-mtp": get_preset(
+        "tiny-gdn", layer_pattern="M*-MG*-", gdp_num_householder=2, mtp_num_layers=3, mtp_layer_pattern="*-"
+    ),
     # The same kinds, and depths of multi-token prediction.
     "tiny-gdn-mtp": get_preset("tiny-gdn", layer_pattern="G*-MG*-", mtp_num_layers=3, mtp_layer_pattern="*-"),
     # Likewise, and states of several KV blocks.
@@ -91,9 +98,11 @@ def named(name: str, **changes: Any) -> HybridModelConfig:
     Raises:
         ValueError: No model has this name.
     """
+    if name.startswith("tiny-gdp"):
+        import_module("tests.harness.delta_product").put_stand_in()  # imports megatron
     return replace(MORE[name], **changes) if name in MORE else get_preset(name, **changes)
 
 
 def runs_on_megatron(config: HybridModelConfig) -> bool:
     """Whether megatron's own engine runs the model's layers."""
-    return "G" not in config.symbols
+    return "G" not in config.symbols and not config.gdp_num_householder

@@ -22,13 +22,19 @@ def wide(seed, rows, width, dtype, device, scale=1.0):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [(0,), (1,), (19,), (3, 4)])
-def test_gates(device, dtype, rows):
+@pytest.mark.parametrize("width", [6, 18])
+def test_gates(device, dtype, rows, width):
     heads = 6
-    alpha, beta = (wide(seed, rows, heads, dtype, device, scale=12.0) for seed in (0, 1))
+    alpha, beta = (wide(seed, rows, size, dtype, device, scale=12.0) for seed, size in ((0, heads), (1, width)))
     g = torch.Generator().manual_seed(2)
     a_log, dt_bias = (torch.randn(heads, generator=g, dtype=torch.float64).to(dtype).to(device) for _ in range(2))
     log_decay, rate = gates(alpha, beta, a_log, dt_bias)
-    assert log_decay.shape == rate.shape == alpha.shape and log_decay.is_contiguous() and rate.is_contiguous()
+    assert (
+        log_decay.shape == alpha.shape
+        and rate.shape == beta.shape
+        and log_decay.is_contiguous()
+        and rate.is_contiguous()
+    )
     assert log_decay.dtype == torch.float32 and rate.dtype == dtype
     argument = alpha.cpu().double() + dt_bias.cpu().double()
     scale = a_log.cpu().double().exp()
@@ -51,4 +57,4 @@ def test_the_bounds_see_rounded_inputs(damaged):
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError, match="times the bound"):
         patch.setitem(globals(), "gates", rounded)
-        test_gates("cpu", torch.float32, (19,))
+        test_gates("cpu", torch.float32, (19,), 6)

@@ -42,7 +42,7 @@ FLOAT32 = {"log_decay_ptr", "decays_ptr", "dt_ptr", "steps_ptr"}
 OUTPUTS = {"P": 64, "N": 128, "CHUNK": 128, "OF_D": 1, "GATE": False, "OPEN": False}
 OUTPUTS |= {"BLOCK_M": 64, "BLOCK_K": 128, "BLOCK_P": 64, "BLOCK_N": 128}
 KERNELS = {  # module, constants
-    "_gates_kernel": (delta_gates, {"MARKS": True, "ROWS": 8, "BLOCK": 32}),
+    "_gates_kernel": (delta_gates, {"MARKS": True, "ROWS": 8, "BLOCK": 32, "WIDTH": 128}),
     "_gated_norm_kernel": (
         gated_norm,
         {"GROUP": 128, "SHARED": True, "GATE": True, "NORM_FIRST": True, "GROUPS": 16, "BLOCK": 128},
@@ -156,7 +156,7 @@ def test_update_of_rings(states, tokens, R, P, N, tmp_path):
         *((states, tokens, 16, 128) for states in ("bf16", "fp32") for tokens in (0, 1, 4)),
         *(("bf16", 1, 16, size) for size in (16, 48, 64, 80, 256)),
         *(("fp32", tokens, 16, 96) for tokens in (0, 1)),
-        ("bf16", 1, 64, 128),
+        *(("bf16", 1, 64, 128), ("fp32", 3, 22, 128)),  # the latter: three pairs a token
     ],
 )
 def test_update_of_the_delta_rule(states, tokens, R, size, tmp_path):

@@ -20,6 +20,7 @@ import torch
 from megatron_hybrid_prefix.layers.components import (
     RINGS,
     gated_delta_net_components,
+    gated_delta_product_components,
     mamba2_components,
     ring_entries,
     rings_of,
@@ -396,7 +397,10 @@ def test_a_flush_of_all_layers_is_that_of_each(device, platform):
         "mamba2": mamba2_components((96, 4), "float32", (4, 16, 16), "float32"),
         "gated_delta_net": gated_delta_net_components(**of_delta, state_dtype="float32"),
     }
-    names = "gated_delta_net", "mamba2", "mamba2", "gated_delta_net", "mamba2"
+    del of_delta["channels"]
+    of_pairs = of_delta | {"pairs": 3, "groups": 2, "state_dtype": "float32"}
+    components["gated_delta_product"] = gated_delta_product_components(**of_pairs)
+    names = "gated_delta_net", "mamba2", "gated_delta_product", "mamba2", "gated_delta_net", "mamba2"
     slots = SlotLayout(
         tuple(StateLayout(kind=kind, layers=names.count(kind), components=of) for kind, of in components.items())
     )

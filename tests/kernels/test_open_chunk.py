@@ -158,7 +158,7 @@ def test_decays_that_are_counted_from_the_end_of_a_chunk_are_noticed(kind, monke
 
 
 def of_states(step, chunk=64):
-    return step.slots_of_states(chunk) if step.is_open else step.slots(chunk)
+    return step.slots_of_states(chunk) if step.is_open else step.slots[chunk]
 
 
 class OfMamba2:

@@ -93,6 +93,21 @@ def test_gated_delta_net(tmp_path, capsys):
     assert capsys.readouterr().err == "error: KV blocks of 96 tokens: Gated DeltaNet layers need a multiple of 64\n"
 
 
+def test_gated_delta_product(tmp_path, capsys):
+    """The spec says that M layers are: the number of pairs is in every file of megatron's main."""
+    module = "megatron.core.models.hybrid.hybrid_layer_specs"
+    assert sizes_of(str(saved(tmp_path / "a.json", MEGATRON | {"gdp_num_householder": 3}))).state_bytes == STATE_BYTES
+    given = {"spec": [module, "gdp_stack_spec"]}, {"spec": f"{module} gdp_stack_spec", "gdp-num-householder": 2}
+    for pairs, more in zip((3, 2), given, strict=True):
+        sizes, inner, keys = sizes_of(str(saved(tmp_path / "b.json", MEGATRON | more))), 128 * 64, 8 * 128
+        windows = (pairs * (inner + keys) + keys) * 4 * 2
+        assert sizes.state_bytes == 24 * (inner * 128 * 4 + windows) and sizes.open_ring_bytes is None
+    assert run(tmp_path / "b.json", "--cache-gb", 40, "--block-size-tokens", 96) == 0
+    assert run(tmp_path / "b.json", "--cache-gb", 40, "--block-size-tokens", 80) == 2
+    said = "error: KV blocks of 80 tokens: Gated Delta Product layers need a multiple of 32\n"
+    assert "exact=" not in (printed := capsys.readouterr()).out and printed.err == said
+
+
 def test_granite(capsys):
     """Dimensions of Granite-4.0-H-Small, whose Mamba heads are one group."""
     sizes = sizes_of("granite-4.0-h-small")
@@ -107,6 +122,7 @@ def test_granite(capsys):
     [
         *(("tiny", 0), ("tiny-mtp", 0), ("tiny-mtp", 3), ("tiny-gdn", 0), ("tiny-gdn-mtp", 3), ("tiny-qwen3-next", 0)),
         *(("tiny-nemotron-3", 0), ("tiny-nemotron-3", 3), ("tiny-granite", 0), ("tiny-qwen3-5", 0)),
+        *(("tiny-gdp", 0), ("tiny-gdp-mtp", 3)),
     ],
 )
 def test_bytes_are_those_that_megatron_allocates(request, monkeypatch, preset, drafts):

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from megatron_hybrid_prefix import build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset, load_checkpoint, save_checkpoint
 from megatron_hybrid_prefix.models.hf_save import save_hf_folder
+from megatron_hybrid_prefix.upstream.capabilities import form_of
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end, unequal
 from tests.harness.workers.launch import run_play
 
@@ -68,6 +69,7 @@ def test_weights_that_are_not_finite_are_one_line(tmp_path, caplog, value):
         ("tiny", {"tie_embeddings": True}),
         ("tiny", {"rotary_base": 10000, "num_query_groups": 2}),
         ("tiny-gdn", {"layer_pattern": "GM*-"}),
+        *([("tiny", {"gdp_num_householder": 3})] if form_of("Gated Delta Product") == "yes" else []),
     ],
 )
 def test_other_kinds_of_models(platform, tmp_path, preset, changes):

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable, Collection
 from typing import Any, override
 
@@ -28,7 +27,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.index.settings import CacheSettings
-from megatron_hybrid_prefix.layers.step import PrefillSpan
+from megatron_hybrid_prefix.layers.step import PrefillSpan, grid_tokens
 from megatron_hybrid_prefix.mcore.context import reports, rows
 from megatron_hybrid_prefix.mcore.context.admission import Admissions
 from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocator
@@ -105,7 +104,7 @@ class HybridPrefixContext(SlotContext):
         state_config = with_state_dtype(state_config, prefix.states_are)  # the config may be older than these settings
         inference_config = dataclasses.replace(inference_config, mamba_inference_state_config=state_config)
         if prefix.exact:
-            check_exact_config(prefix, inference_config, states_of_config(state_config).quanta)
+            check_exact_config(prefix, inference_config, grid_tokens(states_of_config(state_config).quanta))
         reports.report_ignored(inference_config, prefix.eviction_policy)
         # Keep megatron from allocating its own cache, and from warning about it.
         inference_config = dataclasses.replace(inference_config, enable_prefix_caching=False, mamba_memory_ratio=None)
@@ -292,7 +291,7 @@ class HybridPrefixContext(SlotContext):
         if not start:
             start = self.chunk_needs(req, length)[1]
         budget = self.max_tokens - self.active_token_count
-        last = end_on_grid(start=start, budget=budget, end=end, quantum=math.lcm(*self.model_states.quanta))
+        last = end_on_grid(start=start, budget=budget, end=end, quantum=grid_tokens(self.model_states.quanta))
         return None if last == end else last - start
 
     def add_beside_chunk(self, req: DynamicInferenceRequest) -> None:

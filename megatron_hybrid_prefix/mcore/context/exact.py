@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
@@ -12,20 +10,20 @@ if TYPE_CHECKING:
     from megatron_hybrid_prefix.upstream.config import InferenceConfig
 
 
-def check_exact_config(prefix: HybridPrefixConfig, config: InferenceConfig, quanta: Sequence[int]) -> None:
+def check_exact_config(prefix: HybridPrefixConfig, config: InferenceConfig, grid_tokens: int) -> None:
     """Raise ValueError, in one line, if these settings do not go with ``exact``.
 
     Args:
         prefix: With ``exact``.
         config: Megatron's.
-        quanta: Chunk quantum of each kind of recurrent layer, in tokens.
+        grid_tokens: At multiples of it, chunks of recurrent layers of all kinds end.
     """
     name = f"exact={prefix.exact!r}"
-    least = 2 * math.lcm(*quanta) + (config.max_requests or 0) * (config.num_speculative_tokens + 1)
+    least = 2 * grid_tokens + (config.max_requests or 0) * (config.num_speculative_tokens + 1)
     if config.enable_chunked_prefill and config.max_tokens is not None and config.max_tokens < least:
         raise ValueError(
             f"{name} with chunked prefill needs max_tokens of {least} or more, not {config.max_tokens}: chunks of a prompt end "
-            f"at multiples of {math.lcm(*quanta)} tokens"
+            f"at multiples of {grid_tokens} tokens"
         )
 
 

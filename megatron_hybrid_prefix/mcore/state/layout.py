@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_hybrid_prefix.layers.base import KINDS, LayerKind, dtype_name
-from megatron_hybrid_prefix.layers.components import mamba2_components, open_rings_of, rings_of
-from megatron_hybrid_prefix.layers.gated_delta_net import KIND as GATED_DELTA_NET
+from megatron_hybrid_prefix.layers.components import RINGS, mamba2_components, open_rings_of, rings_of
 from megatron_hybrid_prefix.layers.kinds import layer_kinds, recurrent_modules
 from megatron_hybrid_prefix.layers.mamba2 import KIND as MAMBA2
+from megatron_hybrid_prefix.layers.step import Quantum
 from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages, stage_count
 from megatron_hybrid_prefix.pool.layout import RingLayout, SlotLayout, StateComponent, StateLayout
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
@@ -52,7 +52,7 @@ class ModelStates:
     """
 
     slots: SlotLayout
-    quanta: tuple[int, ...]
+    quanta: tuple[Quantum, ...]
     kind_of_layer: tuple[str, ...]
     routers: int = 0
 
@@ -61,7 +61,8 @@ class ModelStates:
         kinds = [KINDS[layout.kind] for layout in self.slots.kinds]
         of_inputs: dict[str, Any] = {"step_tokens": drafts + 1, "dtype": dtype_name(dtype)}
         if is_open:
-            return open_rings_of(self.slots, {kind.name: kind.open_ring for kind in kinds}, self.quanta, **of_inputs)
+            rings = {kind.name: kind.open_ring for kind in kinds}
+            return open_rings_of(self.slots, rings, [quantum.numerator for quantum in self.quanta], **of_inputs)
         return rings_of(self.slots, {kind.name: kind.ring for kind in kinds}, block_tokens=block_tokens, **of_inputs)
 
     @property
@@ -84,7 +85,7 @@ class ModelStates:
         for kind, quantum in zip(kinds, self.quanta, strict=True):
             if kind.whole_chunks and block_tokens % quantum:
                 raise ValueError(
-                    f"block_size_tokens={block_tokens}: layers of kind {kind.name} need a multiple of {quantum}"
+                    f"block_size_tokens={block_tokens}: layers of kind {kind.name} need a multiple of {quantum.numerator}"
                 )
 
 
@@ -166,7 +167,7 @@ def mamba_state_config(
     models_own = None if ssm_dtype is not None else getattr(getattr(model, "hybrid_config", None), "state_dtype", None)
     state_dtype = None if models_own is None else getattr(torch, models_own)
     symbols, kind_of_layer = [], []
-    found: dict[str, tuple[tuple[StateComponent, ...], int]] = {}  # a layer's components and chunk quantum, by kind
+    found: dict[str, tuple[tuple[StateComponent, ...], Quantum]] = {}  # a layer's components and chunk quantum, by kind
     for number, (symbol, layer) in enumerate(decoder_layers(model), 1):
         recurrent = _recurrent_part(number, symbol, layer)
         symbols.append(symbol if recurrent is None else RECURRENT)
@@ -269,7 +270,7 @@ def _may_recur(model: Any) -> bool:
     pattern = pattern_of_all_stages(model)
     if pattern is None or any(needs_a_kind(symbol) for symbol in pattern):
         return True
-    return any(kind not in (MAMBA2, GATED_DELTA_NET) for kind in layer_kinds())  # a plugin's, in layers of any symbol
+    return any(kind.name not in RINGS for kind in layer_kinds())  # a plugin's, in layers of any symbol
 
 
 def needs_this_package(config: MambaInferenceStateConfig | None) -> bool:
@@ -303,7 +304,7 @@ def _fields_for_megatron(states: ModelStates) -> dict[str, Any]:
             "ssm_states_shape": ssm.shape,
             "conv_states_dtype": getattr(torch, conv.dtype),
             "ssm_states_dtype": getattr(torch, ssm.dtype),
-            "mamba_chunk_size": states.quanta[0],
+            "mamba_chunk_size": states.quanta[0].numerator,
         }
     # Other kinds have other components: as many bytes.
     layer_bytes = ceil_div(states.slots.slot_bytes, max(1, len(states.kind_of_layer)))
@@ -312,5 +313,5 @@ def _fields_for_megatron(states: ModelStates) -> dict[str, Any]:
         "ssm_states_shape": (0,),
         "conv_states_dtype": torch.uint8,
         "ssm_states_dtype": torch.uint8,
-        "mamba_chunk_size": min(states.quanta),
+        "mamba_chunk_size": min(quantum.numerator for quantum in states.quanta),
     }

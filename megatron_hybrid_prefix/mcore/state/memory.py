@@ -110,7 +110,7 @@ class StateMemory:
             device=device,
             is_open=rings.is_open,
         )
-        quanta = sorted(set(states.quanta)) if rings.is_open else ()
+        quanta = sorted({quantum.numerator for quantum in states.quanta}) if rings.is_open else ()
         grids = [ChunkGrid(chunk_tokens=quantum, block_tokens=block_tokens) for quantum in quanta]
         of_rows = {"max_requests": max_requests, "step_tokens": step_tokens}
         self.decodes = DecodeStep(rings.tokens, device=device, grids=grids, **of_rows)

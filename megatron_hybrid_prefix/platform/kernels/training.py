@@ -5,6 +5,7 @@ mode; it is replaced where mamba-ssm, causal-conv1d or their compiled extensions
 `mamba_chunk_scan_combined`; it is replaced where mamba-ssm is not installed.
 
 `l2norm` and `causal_conv1d` are called by Gated DeltaNet layers; they replace those of flash-linear-attention where it is not installed.
+`chunk_gated_delta_product` likewise, by Gated Delta Product layers.
 
 Mamba2's recurrence is computed in chunks (SSD, https://arxiv.org/abs/2405.21060, section 6): within a chunk as a masked product of matrices,
 between chunks by one product with the decays from chunk to chunk. `torch.autograd` makes the backward. The memory of a layer grows with
@@ -13,10 +14,15 @@ tokens x heads x chunk size. `torch.compile` fuses most of the rest.
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
+from megatron_hybrid_prefix.ops.delta_product import steps_of
 from megatron_hybrid_prefix.ops.elementwise import compute_dtype
+from megatron_hybrid_prefix.upstream.modules import GATED_DELTA_NET
 
 
 def chunked_scan(
@@ -216,3 +222,21 @@ def causal_conv1d(
     tokens, (channels, taps) = x.shape[1], weight.shape
     y = F.conv1d(x.transpose(1, 2), weight.unsqueeze(1), bias, padding=taps - 1, groups=channels)
     return F.silu(y[..., :tokens]).transpose(1, 2), None
+
+
+def chunk_gated_delta_product(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As ``fla.ops.gated_delta_product``, with its options, by megatron's PyTorch version of the gated delta rule.
+
+    As in `delta_product.Inputs`, but k, v and beta have a dimension of tokens x n. Returns (batch, tokens, heads, V), and the last state.
+
+    Raises:
+        ValueError: The sequences are packed.
+    """
+    if options.get("cu_seqlens") is not None:
+        raise ValueError("without flash-linear-attention, Gated Delta Product layers train on sequences of one length")
+    n = options.pop("num_householder")
+    k, v, beta = (each.unflatten(1, (-1, n)) for each in (k, v, beta))
+    y, state = sys.modules[GATED_DELTA_NET].torch_chunk_gated_delta_rule(*steps_of(q, k, v, g, beta), **options)
+    return y[:, n - 1 :: n], state

@@ -80,7 +80,8 @@ def sizes_of(config: Any, tp: int) -> list[tuple[int, int]]:
     c, sizes = config, []
     for stage in c.layer_pattern.split("|"):
         inner = c.mamba_num_heads * c.mamba_head_dim
-        conv = (inner + 2 * c.mamba_num_groups * c.mamba_state_dim) * c.d_conv
+        keys, n = c.mamba_num_groups * c.mamba_state_dim, c.gdp_num_householder
+        conv = (n * (inner + keys) + keys if n else inner + 2 * keys) * c.d_conv
         state = stage.count("M") * (conv + inner * c.mamba_state_dim)
         inner = c.gdn_num_value_heads * c.gdn_value_head_dim
         conv = (inner + 2 * c.gdn_num_key_heads * c.gdn_key_head_dim) * c.d_conv
