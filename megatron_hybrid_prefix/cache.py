@@ -268,6 +268,7 @@ class HybridPrefixCache:
             device.slots.pin(live.pinned_slot)
         if path and loading is None:
             device.use(path[-1])
+        device.note_session(live.path, live.session)
         # Slots first: blocks could take the last page that can be emptied.
         live.live_slot = device.take_live_slot()
         live.block_ids += device.take_blocks(max(0, -(-match.resume_tokens // self.block_tokens) - len(live.block_ids)))
@@ -509,7 +510,7 @@ class HybridPrefixCache:
 
         Args:
             request_id: The request.
-            comes_back: It was preempted: its session is not over.
+            comes_back: It was preempted, or starts over: its session is not over.
 
         Returns:
             False when there is no such request.
@@ -537,7 +538,7 @@ class HybridPrefixCache:
     def release_all(self) -> None:
         """Releases all live requests, drops all swapped-out ones, and frees the blocks of `blocks.allocate`."""
         for request_id in list(self._requests.live):
-            self.release(request_id)
+            self.release(request_id, comes_back=True)
         for request_id in list(self._requests.swapped_out):
             self.loads.drop_swapped_out(request_id)
         self.blocks.free(list(self.blocks.unattached))
@@ -622,10 +623,9 @@ class HybridPrefixCache:
             self.loads.end(live)
         if live.decoded:
             self._device.end_decoded(*live.decoded[-1])
-        if live.session is not None or self._device.tree.sessions.seen:
-            self._device.note_session(live.path, live.session)
-            if live.session is not None and live.ends_session:
-                self._device.end_session(live.session)
+        self._device.note_session(live.path, live.session)
+        if live.session is not None and live.ends_session:
+            self._device.end_session(live.session)
         self._unpin_source(live)
         self._device.blocks.release(live.block_ids, live.path)
         if live.live_slot is not None:

@@ -91,8 +91,8 @@ class PrefixStats:
         checkpoints_skipped: States that were not kept because there was no slot.
         checkpoints_by_reason: States published, by `CheckpointReason`.
         evictions: States evicted, to make room or together with their KV block.
-        evictions_ended: Those of them that only ended sessions had used: they went before all others (``cache_session``).
-        uses_of_ended: Prompts that resumed from such a state all the same. What was evicted by then they could not use.
+        evictions_ended: Those of them that only ended sessions had used: they are evicted first (``cache_session``).
+        uses_of_ended: Prompts that resumed from such a state before it was evicted.
         sessions_ended: Sessions that ended.
         kv_evictions: KV blocks evicted.
         scores_evictions: Blocks whose log-probs were evicted because the budget was full.

@@ -133,10 +133,10 @@ def rows_of_fp8(args: argparse.Namespace) -> tuple[list[tuple[str, str]], int | 
     if folder is None or not folder.blocks:
         return [], None
     what = "... in the files, in fp8 with scales, of all ranks"
-    if not any(folder.path.glob("*.safetensors")):
-        return [(what, "there are none")], None
-    with terminal.as_input_errors(ValueError, prefix="--hf: "):
+    try:
         return [(what, f"{folder.weight_bytes / GIB:.1f} GiB")], folder.weight_bytes
+    except ValueError as error:  # raised again where weights are needed
+        return [(what, str(error))], None
 
 
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:

@@ -18,7 +18,7 @@ the model of --preset or --hf. --mamba-gb limits the bytes of the checkpoints in
 With --state-slots the number of checkpoints is limited, and KV is not.
 
 With --hints each policy runs again with sessions, and is told that one is over so many seconds after its last request (0: at once, what an RL
-loop knows; else a client's time-out). A trace names no sessions: a request continues the latest one whose whole blocks, two or
+loop knows; else a client's time-out). If a trace names no sessions, a request continues the latest one whose whole blocks, two or
 more, begin its prompt.
 
 Requests run one after another, by time. Answers are not replayed. The replay uses the same cache classes as the engine.

@@ -182,7 +182,10 @@ def positive_float(text: str, what: str = "a number above 0") -> float:
 
 def seconds(text: str) -> float:
     """An argparse type: 0, or a number above it."""
-    return 0.0 if text == "0" else positive_float(text, "a number of seconds, 0 or above")
+    try:
+        return abs(float(text)) and positive_float(text, "a number of seconds, 0 or above")
+    except ValueError:
+        return positive_float(text, "a number of seconds, 0 or above")
 
 
 Option = dict[str, Any]

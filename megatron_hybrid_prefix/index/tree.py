@@ -155,8 +155,11 @@ class PrefixTree:
         self.version += 1
 
 
+_MOST_SESSIONS = 4096  # that are open
+
+
 class Sessions:
-    """Sessions that are not over, and the states that they alone used.
+    """Sessions that are not over, and the states that they alone used. Bounded: of one that was not used for long, states are anybody's.
 
     A request of a session uses all states on its path. A state that requests without a session used belongs to none, for good.
 
@@ -166,18 +169,25 @@ class Sessions:
 
     def __init__(self) -> None:
         self.seen = False
-        self._states: dict[Session, dict[Node, None]] = {}
+        self._states: dict[Session, dict[Node, None]] = {}  # used longest ago first
 
     def note(self, path: Iterable[Node], session: Session | None) -> list[Node]:
-        """A request is over. Returns the states on its path that sessions alone had used."""
-        self.seen = self.seen or session is not None
+        """A request uses these. Returns the states among them that sessions alone had used."""
         found = [node for node in path if node.sessions is not None and node.reason is not None]
-        for node in found:
-            if session is None or node.sessions is None:
+        if session is None:
+            for node in found:
                 self.forget(node)
-            else:
-                node.sessions.add(session)
-                self._states.setdefault(session, {})[node] = None
+            return found
+        self.seen = True
+        if found:
+            own = self._states[session] = self._states.pop(session, {})
+            for node in found:
+                if node.sessions is not None:
+                    node.sessions.add(session)
+                    own[node] = None
+        if len(self._states) > _MOST_SESSIONS:
+            for node in list(self._states[next(iter(self._states))]):
+                self.forget(node)
         return found
 
     def forget(self, node: Node) -> None:

@@ -40,11 +40,13 @@ class TraceRequest:
         keys: One key per full block of the prompt, front first.
         prompt_tokens: Length of the prompt.
         timestamp: Arrival time, in the unit of the trace (`Trace.ticks`).
+        session: Its session, by whatever name; None: the trace names none.
     """
 
     keys: list[bytes]
     prompt_tokens: int
     timestamp: float
+    session: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,7 @@ class TraceSessions:
 
 
 def sessions_of(trace: Trace, *, early: float = 0.0, never: float = 0.0, seed: int = 0) -> TraceSessions:
-    """The sessions of a trace, which names none: a request continues the latest one whose whole blocks, two or more, begin its prompt.
+    """The sessions of a trace. If it names none, a request continues the latest one whose whole blocks, two or more, begin its prompt.
 
     Args:
         trace: The trace.
@@ -126,10 +128,15 @@ def sessions_of(trace: Trace, *, early: float = 0.0, never: float = 0.0, seed: i
         seed: Which these are.
     """
     newest: dict[bytes, int] = {}  # the latest request with exactly these whole blocks, by the last of their keys
+    named: dict[Any, int] = {}  # the latest request of each
     numbers: list[int] = []
     unused = count()
     for number, request in enumerate(trace.requests):
-        before = max((newest.get(key, -1) for key in request.keys[1:]), default=-1)
+        if request.session is None:
+            before = max((newest.get(key, -1) for key in request.keys[1:]), default=-1)
+        else:
+            before = named.get(request.session, -1)
+            named[request.session] = number
         numbers.append(next(unused) if before < 0 else numbers[before])
         if len(request.keys) > 1:
             newest[request.keys[-1]] = number
@@ -283,7 +290,8 @@ class _SessionReader(_IdReader):
     ) -> TraceRequest:
         tokens = _count(data, length_name)
         keys = self.keys(scope, _hash_ids(data, tokens, self.block_tokens))
-        return TraceRequest(keys=keys, prompt_tokens=tokens, timestamp=start + _time(data, time_name))
+        session, at = self._sessions if scope is None else scope, start + _time(data, time_name)
+        return TraceRequest(keys=keys, prompt_tokens=tokens, timestamp=at, session=session)
 
 
 class _TextReader(_Reader):

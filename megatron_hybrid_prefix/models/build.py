@@ -265,7 +265,7 @@ def _yarn_embedding(config: HybridModelConfig) -> Any:
     """megatron's class, built for the channels that are turned: it ignores ``rotary_percent``."""
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-    return YarnRotaryEmbedding(
+    embedding = YarnRotaryEmbedding(
         int(config.rotary_fraction * config.kv_channels),
         rotary_base=config.rotary_base,
         scaling_factor=config.yarn_factor,
@@ -276,6 +276,8 @@ def _yarn_embedding(config: HybridModelConfig) -> Any:
         mscale_all_dim=0.0,
         correction_range_round_to_int=config.yarn_truncate,
     )
+    del embedding.cos_cached, embedding.sin_cached  # of all positions, which this model does not read
+    return embedding
 
 
 def _graph_fields(

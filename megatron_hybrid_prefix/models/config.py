@@ -197,7 +197,13 @@ class HybridModelConfig:
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
-        multipliers = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+        multipliers = (
+            "attention_multiplier",
+            "embedding_multiplier",
+            "residual_multiplier",
+            "logits_scaling",
+            "gdn_beta_scale",
+        )
         for name in ("layernorm_epsilon", "gated_norm_epsilon", *multipliers):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):

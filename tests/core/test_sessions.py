@@ -7,6 +7,7 @@ import random
 import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index import tree
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
@@ -99,6 +100,41 @@ def test_an_ended_session_goes_before_older_ones_and_not_to_the_host(policy, hos
     assert (stats.sessions_ended, stats.evictions, stats.evictions_ended, stats.tiers["host"].stores) == (1, 1, 1, 0)
     assert [caller.run(prompts[name], name) for name in "abd"] == [2 * BLOCK] * 3
     assert caller.run(prompts["c"], "c") == 0
+
+
+@pytest.mark.parametrize("other", ["b", None])
+@pytest.mark.parametrize("running", ["before", "since"])
+def test_what_running_requests_use_is_not_over(running, other):
+    """A shared prefix stays while requests that use it run, though another session is over that used it, too."""
+    caller = Caller(made(state_slots=4))
+    cache, shared = caller.cache, [1] * (2 * BLOCK)
+
+    def start():
+        admission = cache.admit(99, cache.match(cache.chain([*shared, 7])), session=other)
+        cache.publish(cache.plan(99, admission.resume_tokens, len(shared) + 1))
+
+    if running == "before":
+        start()
+    caller.run([*shared, 8], "a")
+    if running == "since":
+        start()
+    caller.run([*shared, 9], "a", end=True)
+    assert not keys_of_ended(cache)
+    cache.release(99)
+    assert not keys_of_ended(cache) and caller.run([*shared, 3], "c") == 2 * BLOCK
+
+
+def test_sessions_that_never_end_take_bounded_memory(monkeypatch):
+    monkeypatch.setattr(tree, "_MOST_SESSIONS", 20)
+    caller = Caller(made(state_slots=100))
+    for number in range(60):
+        caller.run([number] * 5, str(number))
+        caller.run([100] * 5, str(number))  # a state that all of them use
+        assert len(caller.cache._device.tree.sessions._states) <= 20
+    caller.run([59] * 5, "59", end=True)
+    assert len(keys_of_ended(caller.cache)) == 1, "the latest are known"
+    caller.run([0] * 9, "0", end=True)
+    assert [node.depth_blocks for node in caller.cache._device.blocks.ended] == [1, 2], "of the first its new state"
 
 
 def test_a_session_that_goes_on_after_its_end_is_open_again():

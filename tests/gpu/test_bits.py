@@ -72,8 +72,9 @@ def check(report):
     if trainer := report.get("trainer"):
         assert trainer["without gradients"] == trainer["with gradients"] == 0 < trainer["by default"], trainer
         assert trainer["between the gradients"] < 0.1, "rounding in 16 bits turns them by less"
-    some = {"graphs", "drafts", "drafts in graphs"} & report.keys()
-    for engine in ("eager", "async", "tight", *some):
+    some = {"drafts", "drafts in graphs"} & report.keys()
+    graphs = () if report["preset"] == "tiny-qwen3-next" else ("graphs",)  # refused with experts in float32
+    for engine in ("eager", "async", "tight", *graphs, *some):
         found = report[engine]
         assert not any(found["different"].values()), found
         assert found["hits"] and (engine == "tight" or found["steps"] < report["requests"])

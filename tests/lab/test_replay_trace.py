@@ -107,6 +107,11 @@ def test_a_request_continues_the_latest_session_whose_whole_blocks_begin_its_pro
     sessions = sessions_of(trace)
     assert sessions.numbers == [0, 1, 1, 1, 1, 1, 2, 3], "one block, or another beginning, continues none"
     assert sessions.last == {0: 0, 1: 5, 2: 6, 3: 7}
+    named = [
+        {"session_id": name, "timestamp": at, "input_length": 16, "hash_ids": [1], "block_size": 16}
+        for at, name in enumerate("aaba")
+    ]
+    assert sessions_of(read_trace_of(named)).numbers == [0, 0, 1, 0]
     assert sessions_of(trace, early=1.0).last == {0: 0, 1: 1, 2: 6, 3: 7} and not sessions_of(trace, never=1.0).last
 
 
@@ -223,6 +228,7 @@ BAD_OPTIONS = {  # by command line
     "--kv-blocks 4": "unrecognized arguments: --kv-blocks 4",
     "--interval 100": "--interval: 100 is not a multiple of the block of 512 tokens",
     "--interval x": "argument --interval: 'x' is not a whole number",
+    "--hints -1": "argument --hints: '-1' is not a number of seconds, 0 or above",
     "--baselines lru": "unrecognized arguments: --baselines lru",
     "--preset huge": "huge: neither a file nor a preset; presets: tiny",
     "--json /nowhere/x.json": "cannot write /nowhere/x.json: there is no folder /nowhere",

@@ -166,6 +166,13 @@ WRONG = [
 ]
 
 
+def test_a_folder_of_which_keys_and_values_alone_are_quantised(platform, tmp_path):
+    right, config = make_folder(folder := tmp_path / "hf"), {"quant_method": "compressed-tensors", "config_groups": {}}
+    (folder / "config.json").write_text(json.dumps(config_json("nemotron_h") | {CONFIG: config}))
+    save_shards(folder, right, {"model.layers.1.mixer.k_scale": torch.ones(1)})
+    build_hybrid_model(hf=folder)
+
+
 @pytest.mark.parametrize(("changes", "message"), WRONG)
 def test_what_is_wrong_is_one_line_that_names_tensor_and_file(platform, tmp_path, changes, message):
     make_folder(folder := tmp_path / "hf")

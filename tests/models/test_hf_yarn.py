@@ -37,7 +37,7 @@ SPELLINGS = [
     {"rope_parameters": ROPE | {"mscale": 0.7, "mscale_all_dim": 1.4, "mrope_section": [4, 2, 2]}},
     {"rope_parameters": ROPE | {"mscale": 0.7, "mscale_all_dim": 0}},
     {"rope_parameters": ROPE | {"beta_fast": 3, "beta_slow": 1.25}},
-    {"rope_parameters": ROPE | {"beta_fast": 3, "truncate": False}},
+    *({"rope_parameters": ROPE | {"beta_fast": 3, "truncate": value}} for value in (False, None)),
     {"rope_parameters": ROPE | {"beta_fast": 0, "beta_slow": None}},
     {"rope_parameters": ROPE | {"factor": 1.5, "original_max_position_embeddings": 9}},
     {"rope_parameters": {name: ROPE[name] for name in ("rope_type", "factor", "rope_theta")}},
@@ -56,7 +56,9 @@ def test_a_file_has_the_frequencies_of_transformers(platform, name, changes):
     frequencies, attention = ROPE_INIT_FUNCTIONS["yarn"](
         getattr(transformers, name)(**data)
     )  # changes what it is given
-    found, factor = _yarn_embedding(ours)(2)
+    embedding = _yarn_embedding(ours)
+    assert not [buffer for buffer in embedding.buffers() if buffer.numel() > 1000], "of all positions"
+    found, factor = embedding(2)
     torch.testing.assert_close(found[1, 0, 0], torch.cat([frequencies, frequencies]), rtol=1e-6, atol=0)
     assert factor == pytest.approx(attention, rel=1e-12)
     assert ours.max_sequence_length == max(2048, int(ours.yarn_factor * ours.yarn_original_length))

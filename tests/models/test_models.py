@@ -176,7 +176,10 @@ def test_presets_have_the_published_dimensions():
         ({"moe_ffn_hidden_size": -1}, "must not be negative"),
         *(
             ({name: value}, f"^{name}={value}: must be above 0")
-            for name in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+            for name in (
+                *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+                "gdn_beta_scale",
+            )
             for value in (0.0, -1.0, float("inf"), float("nan"))
         ),
         ({"num_moe_experts": -1}, "^num_moe_experts=-1: must not be negative"),

@@ -261,8 +261,9 @@ def _session(request_id: int, value: Any) -> tuple[str | None, bool]:
     match value:
         case None:
             return None, False
-        case {"id": str() as name, **more} if name and more in ({}, {"end": True}, {"end": False}):
-            return name, bool(more.get("end"))
+        case {"id": str() as name, **more} if 0 < len(name) <= 256 and more.keys() <= {"end"}:
+            if more.get("end") in (None, False, True) and type(more.get("end")) is not int:
+                return name, bool(more.get("end"))
     raise ValueError(f'request {request_id}: cache_session={shown(value)}: must be {{"id": text, "end": bool}}')
 
 

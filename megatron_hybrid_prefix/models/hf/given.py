@@ -204,7 +204,7 @@ def _yarn(given: Given, rope: Given) -> dict[str, Any]:
         "yarn_beta_fast": rope.real("beta_fast", default=0.0) or 32.0,  # 0 is none, too
         "yarn_beta_slow": rope.real("beta_slow", default=0.0) or 1.0,
         "yarn_attention_factor": attention,
-        "yarn_truncate": rope.flag("truncate", True),
+        "yarn_truncate": rope.flag("truncate", "truncate" not in rope),  # null is false
     }
 
 

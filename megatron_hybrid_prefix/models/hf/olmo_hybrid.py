@@ -25,6 +25,11 @@ class OlmoHybrid(Qwen35):
     of_output = "o_norm", "o_proj"
 
     def dimensions(self, given: Given) -> HybridModelConfig:
+        if given.get("layer_types") is None:  # each fourth, or the last one; `full_attention_interval` is not read
+            layers = given.whole("num_hidden_layers")
+            full = range(3, layers, 4) or (layers - 1,)
+            kinds = ["full_attention" if number in full else "linear_attention" for number in range(layers)]
+            given = Given({**given.data, "layer_types": kinds}, given.name)
         config = super().dimensions(given)
         if config.rotary_fraction != 1.0:
             raise given.error(f"partial_rotary_factor is {config.rotary_fraction:g}; transformers turns whole heads")

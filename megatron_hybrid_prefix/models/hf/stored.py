@@ -82,7 +82,9 @@ def blocks_of(given: Given) -> tuple[Block, ...]:
     if config.get("transform_config"):
         raise config.error("transform_config: megatron's layers do not rotate activations")
     groups = config.inner("config_groups")
-    return tuple(_block_of_group(groups.inner(name)) for name in groups.data)
+    return tuple(_block_of_group(groups.inner(name)) for name in groups.data) or (
+        _TENSOR,
+    )  # none: of keys and values only
 
 
 def _block_of_group(group: Given) -> Block:

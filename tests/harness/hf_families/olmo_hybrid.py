@@ -45,7 +45,8 @@ OLD = (
     ({"rope_parameters": ..., "rope_theta": None}, "rotary_base", None),
     ({"rope_parameters": {"rope_theta": None}, "rope_theta": 99}, "rotary_base", None),
     ({"rope_parameters": None}, "rotary_base", 10_000),
-    ({"layer_types": ...}, "layer_pattern", "G-G-G-*-G-"),
+    ({"layer_types": ..., "full_attention_interval": 2}, "layer_pattern", "G-G-G-*-G-"),
+    ({"layer_types": ..., "num_hidden_layers": 2}, "layer_pattern", "G-*-"),
     ({"head_dim": 32}, "kv_channels", 32),
 )
 OLD_REFUSED = (
