@@ -268,7 +268,8 @@ class HybridPrefixCache:
             device.slots.pin(live.pinned_slot)
         if path and loading is None:
             device.use(path[-1])
-        device.note_session(live.path, live.session)
+        if session is not None or device.tree.sessions.seen:
+            device.note_session(live.path, live.session)
         # Slots first: blocks could take the last page that can be emptied.
         live.live_slot = device.take_live_slot()
         live.block_ids += device.take_blocks(max(0, -(-match.resume_tokens // self.block_tokens) - len(live.block_ids)))
@@ -623,9 +624,10 @@ class HybridPrefixCache:
             self.loads.end(live)
         if live.decoded:
             self._device.end_decoded(*live.decoded[-1])
-        self._device.note_session(live.path, live.session)
-        if live.session is not None and live.ends_session:
-            self._device.end_session(live.session)
+        if live.session is not None or self._device.tree.sessions.seen:
+            self._device.note_session(live.path, live.session)
+            if live.session is not None and live.ends_session:
+                self._device.end_session(live.session)
         self._unpin_source(live)
         self._device.blocks.release(live.block_ids, live.path)
         if live.live_slot is not None:

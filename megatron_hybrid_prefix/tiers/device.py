@@ -246,8 +246,6 @@ class DeviceTier:
 
     def note_session(self, path: Sequence[Node], session: Session | None) -> None:
         """A request of this session, or of none, uses the states on a path."""
-        if session is None and not self.tree.sessions.seen:
-            return
         for node in self.tree.sessions.note(path, session):
             self.blocks.ended.pop(node, None)
             self.host.ended.pop(node, None)
@@ -321,7 +319,8 @@ class DeviceTier:
         if node.reason is None:  # nor on any other tier
             node.sessions = None if session is None else set()
         self.bind(node, slot, reason)
-        self.note_session([node], session)
+        if session is not None or self.tree.sessions.seen:
+            self.note_session([node], session)
         self.stats.checkpoints_published += 1
         self.stats.checkpoints_by_reason[reason.name.lower()] += 1
         self.host.state_published(node, reason)
