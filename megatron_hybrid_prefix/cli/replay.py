@@ -7,6 +7,7 @@ examples:
     hybrid-prefix replay trace.jsonl --interval 4096                # interval states every 4096 tokens
     hybrid-prefix replay trace.jsonl --preset nemotron-h-8b --cache-gb 10 20 40
     hybrid-prefix replay trace.jsonl --hints 0 60                   # and with sessions whose ends the cache is told
+    hybrid-prefix replay *.json --at-once 64 --block-tokens 256 --preset qwen3.5-35b-a3b --cache-gb 50
 
 TRACE is a file with one JSON object per line, in one of three formats:
     Mooncake   "timestamp", "input_length", "output_length", and "hash_ids" of 512-token blocks
@@ -21,7 +22,11 @@ With --hints each policy runs again with sessions, and is told that one is over 
 loop knows; else a client's time-out). If a trace names no sessions, a request continues the latest one whose whole blocks, two or
 more, begin its prompt.
 
-Requests run one after another, by time. Answers are not replayed. The replay uses the same cache classes as the engine.
+With --at-once so many sessions run side by side, and the next one begins when one ends, in an order by --seed. The clock counts tokens: a
+request holds its KV for as many as it computes and answers, then the session's next one is sent; one without room waits. With --cache-gb
+the row "states of no bytes" is the same memory with a state of no bytes at every block, the ceiling of any choice of states.
+
+Else requests run one after another, by time. Answers are not replayed. The replay uses the same cache classes as the engine.
 The last row, "no limits", is a cache with unlimited memory and a state after every block.
 
 exit code: 0; 2 for bad input; 130 after Ctrl-C.
@@ -44,7 +49,7 @@ from megatron_hybrid_prefix.console import terminal
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, as_main
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_from
 from megatron_hybrid_prefix.lab.memory import GIB, Memory, bytes_of
-from megatron_hybrid_prefix.lab.replay import Replayed, TooLargeError, ceiling_tokens, replay, unlimited_kv
+from megatron_hybrid_prefix.lab.replay import Replayed, TooLargeError, ceiling_tokens, kv_alone, replay, unlimited_kv
 from megatron_hybrid_prefix.lab.traces import Trace, read_trace, sessions_of
 from megatron_hybrid_prefix.policy.registry import eviction_policy_names
 
@@ -58,7 +63,9 @@ def make_parser() -> ArgumentParser:
     add = parser.add_argument
     add("traces", nargs="+", type=Path, metavar="TRACE", help="files of recorded requests, all in one format")
     add("--limit", type=options.positive_int, metavar="N", help="only the first N requests by time")
-    text = "tokens per block (default: 256 for text; else as in the trace)"
+    add("--at-once", type=options.positive_int, metavar="N", help="sessions that run side by side")
+    add("--seed", type=int, default=0, metavar="N", help="of the order of sessions (default: %(default)s)")
+    text = "tokens per block (default: 256 for text; else as in the trace, of sessions also a multiple)"
     add("--block-tokens", type=options.positive_int, metavar="N", help=text)
     group = parser.add_argument_group("budget")
     budgets = group.add_mutually_exclusive_group()
@@ -121,13 +128,18 @@ def run_all(
         text = f"--interval: {args.interval} is not a multiple of the block of {trace.block_tokens} tokens"
         raise InputError(text)
     rule = {"retention_interval_tokens": args.interval}
-    hinted = {policy: (policy, dict[str, Any]()) for policy in args.eviction}
+    side_by_side = {"at_once": args.at_once, "seed": args.seed}
+    hinted = {policy: (policy, dict[str, Any](side_by_side)) for policy in args.eviction}
     if args.hints:
+        if args.at_once and any(args.hints):
+            raise InputError("--hints: with --at-once only 0, as its clock counts tokens")
         sessions = sessions_of(trace)
         for policy in args.eviction:
             for seconds in args.hints:
-                hints = {"sessions": sessions, "ends_after_s": seconds}
+                hints = side_by_side | {"sessions": sessions, "ends_after_s": seconds}
                 hinted[f"{policy}, ends told after {seconds:g} s"] = policy, hints
+    if args.at_once and args.cache_gb:
+        hinted["states of no bytes"] = args.eviction[0], side_by_side | {"kv_alone": True}
     runs: dict[str, dict[str, Replayed]] = {name: {} for name in hinted}
     total = len(trace.requests) * len(budgets)
     with terminal.progress(list(runs), total) as done, terminal.as_input_errors(TooLargeError):
@@ -139,7 +151,11 @@ def run_all(
                     interrupt.check()
                     done(name, before * len(trace.requests) + count)
 
-                found[budget] = replay(trace, on_request=on_request, eviction_policy=policy, **hints, **sizes, **rule)
+                own = sizes | rule
+                if "kv_alone" in hints:
+                    own = kv_alone(own, trace.block_tokens)
+                more = {name: value for name, value in hints.items() if name != "kv_alone"}
+                found[budget] = replay(trace, on_request=on_request, eviction_policy=policy, **more, **own)
     return runs
 
 

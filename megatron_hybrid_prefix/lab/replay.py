@@ -6,10 +6,12 @@ record answers. Needs neither torch nor megatron.
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from heapq import heappop, heappush
 from time import perf_counter
 from typing import Any
 
@@ -17,12 +19,13 @@ from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.console.terminal import no_garbage_collection
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.settings import CacheSettings
-from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest, TraceSessions
+from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest, TraceSessions, sessions_of
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 MOST_ENTRIES = 2**23
 """Most KV blocks, state slots or pages of the host. The index takes some 300 bytes for each that is in use."""
 _CALLS = 200  # of `on_request` in a replay
+_STATE_PAGES = 64  # pages of `kv_alone`
 
 
 class TooLargeError(ValueError):
@@ -66,8 +69,10 @@ class CacheServer:
         self._cache = HybridPrefixCache(CacheSettings(**settings))
         self._next_id = 0
 
-    def serve(self, request: TraceRequest, session: str | None = None, *, ends_session: bool = False) -> int | None:
-        """Runs a request. Returns the reused prompt tokens; None if it needs too many KV blocks."""
+    def begin(
+        self, request: TraceRequest, session: str | None = None, *, ends_session: bool = False
+    ) -> tuple[int, int] | None:
+        """Computes a prompt. Returns the number of the request, which `end` ends, and the reused tokens; None if there are too few KV blocks."""
         cache = self._cache
         self._next_id += 1
         match = cache.match(KeyChain(request.keys, request.prompt_tokens))
@@ -78,8 +83,11 @@ class CacheServer:
         plan = cache.plan(self._next_id, admission.resume_tokens, request.prompt_tokens)
         cache.take_copies()  # a replay has no data to copy
         cache.publish(plan)
-        cache.release(self._next_id)
-        return admission.resume_tokens
+        return self._next_id, admission.resume_tokens
+
+    def end(self, number: int) -> None:
+        """The request has its answer."""
+        self._cache.release(number)
 
     def end_session(self, session: str) -> None:
         """No request of it comes any more."""
@@ -95,6 +103,8 @@ def replay(
     *,
     sessions: TraceSessions | None = None,
     ends_after_s: float = 0.0,
+    at_once: int | None = None,
+    seed: int = 0,
     on_request: Callable[[int], None] = lambda done: None,
     **settings: Any,
 ) -> Replayed:
@@ -104,6 +114,8 @@ def replay(
         trace: Recorded requests.
         sessions: Requests say to which of these they belong; None: no request does.
         ends_after_s: The cache is told that a session is over so many seconds after its last request; 0: with it.
+        at_once: So many sessions run side by side, see `_side_by_side`; None: requests run one after another, by time.
+        seed: Of the order of sessions.
         on_request: Called from time to time with the number of finished requests. May raise to stop the replay.
         **settings: Fields of `CacheSettings`: sizes (`unlimited_kv`, `Memory.cache_sizes`) and rules.
 
@@ -120,16 +132,25 @@ def replay(
     # A long trace makes millions of objects that stay. Scanning them for garbage would take longer than the replay.
     with no_garbage_collection():
         start = perf_counter()
-        for number, request in enumerate(trace.requests, 1):
+        if at_once is not None:
+
+            def progress(done: int) -> None:
+                if done % every == 0:
+                    on_request(done)
+
+            reused, refused = _side_by_side(server, trace, sessions, at_once, seed, progress)
+        for number, request in enumerate(trace.requests if at_once is None else (), 1):
             while over and over[0][0] <= request.timestamp:
                 server.end_session(over.popleft()[1])
             session = None if sessions is None else str(sessions.numbers[number - 1])
             ends = sessions is not None and sessions.last.get(sessions.numbers[number - 1]) == number - 1
-            tokens = server.serve(request, session, ends_session=ends and not ends_after_s)
+            begun = server.begin(request, session, ends_session=ends and not ends_after_s)
+            if begun is not None:
+                server.end(begun[0])
             if ends and ends_after_s and session is not None:
                 over.append((request.timestamp + ends_after_s * trace.ticks, session))
-            refused += tokens is None
-            reused.append(tokens or 0)
+            refused += begun is None
+            reused.append(0 if begun is None else begun[1])
             if number % every == 0 or number == len(trace.requests):
                 on_request(number)
         seconds = perf_counter() - start
@@ -141,6 +162,70 @@ def replay(
         counters=server.counters(),
         seconds=seconds,
     )
+
+
+def _side_by_side(
+    server: CacheServer,
+    trace: Trace,
+    hints: TraceSessions | None,
+    at_once: int,
+    seed: int,
+    on_request: Callable[[int], object],
+) -> tuple[array[int], int]:
+    """Runs sessions side by side; the next one begins when one ends.
+
+    The clock counts tokens: a request takes as many as it computes and answers, and holds its KV for so long. Then the session's next one
+    is sent. One that finds too few blocks waits until another ends, the longest waiting first.
+
+    Returns:
+        Reused tokens of each request, and how many do not fit into an empty memory: they are left out.
+    """
+    of_session: dict[int, list[int]] = {}
+    for number, session in enumerate(sessions_of(trace).numbers):
+        of_session.setdefault(session, []).insert(0, number)
+    left = list(of_session.values())  # the requests of each session that are left, the next one last
+    random.Random(seed).shuffle(left)
+    reused, refused, done, clock = array("q", bytes(8 * len(trace.requests))), 0, 0, 0
+    waiting, later = deque(left[:at_once]), deque(left[at_once:])
+    running: list[
+        tuple[int, int, int | None, list[int]]
+    ] = []  # when it ends, its number, the cache's, what comes after
+    while waiting or running:
+        while waiting:
+            number = waiting[0][-1]
+            request, hinted = trace.requests[number], None if hints is None else str(hints.numbers[number])
+            ends = hints is not None and hints.last.get(hints.numbers[number]) == number
+            begun = server.begin(request, hinted, ends_session=ends)
+            if begun is None and running:
+                break
+            own = waiting.popleft()
+            refused += begun is None
+            begun_id, reused[number] = (None, 0) if begun is None else begun
+            tokens = 0 if begun is None else request.prompt_tokens - reused[number] + request.answer_tokens
+            heappush(running, (clock + tokens, own.pop(), begun_id, own))
+            done += 1
+            on_request(done)
+        clock, _, ended_id, own = heappop(running)
+        if ended_id is not None:
+            server.end(ended_id)
+        if own or later:
+            waiting.append(own or later.popleft())
+    return reused, refused
+
+
+def kv_alone(sizes: Mapping[str, Any], block_tokens: int) -> dict[str, Any]:
+    """Fields of `CacheSettings` for the same KV with states of no bytes at every block: no choice of states reuses more."""
+    page_blocks = ceil_div(sizes["kv_blocks"], _STATE_PAGES)
+    pages = ceil_div(sizes["kv_blocks"], page_blocks) + 1  # one for the states of all blocks
+    return {
+        **sizes,
+        "kv_blocks": pages * page_blocks,
+        "page_blocks": page_blocks,
+        "page_states": sizes["kv_blocks"],
+        "state_slots": sizes["kv_blocks"],
+        "live_states": False,
+        "retention_interval_tokens": block_tokens,
+    }
 
 
 def ceiling_tokens(trace: Trace, min_computed_tokens: int = 1) -> array[int]:

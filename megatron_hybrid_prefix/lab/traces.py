@@ -41,12 +41,14 @@ class TraceRequest:
         prompt_tokens: Length of the prompt.
         timestamp: Arrival time, in the unit of the trace (`Trace.ticks`).
         session: Its session, by whatever name; None: the trace names none.
+        answer_tokens: Length of its answer; 0: not recorded.
     """
 
     keys: list[bytes]
     prompt_tokens: int
     timestamp: float
     session: Any = None
+    answer_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,7 @@ def read_trace(paths: Sequence[Path], *, block_tokens: int | None = None, limit:
 
     Args:
         paths: Files with one JSON object per line.
-        block_tokens: Tokens per block, for text (default: 256). The other formats define it.
+        block_tokens: Tokens per block, for text (default: 256). Sessions may have a multiple of their own: blocks are joined.
         limit: Keep only this many requests, the first by time.
 
     Raises:
@@ -218,27 +220,23 @@ class _Reader:
         """The requests of one line."""
         raise NotImplementedError
 
-    def fix_block_tokens(self, found: int) -> None:
-        """Checks that all lines and the caller use the same block size."""
-        self.block_tokens = self.block_tokens or found
-        if found != self.block_tokens:
-            raise _Malformed(f"blocks of {found} tokens; expected {self.block_tokens}")
-
 
 class _IdReader(_Reader):
-    """Formats with block ids. A key is a number for (previous key, scope of the id, id)."""
+    """Formats with block ids. A key is a number for (previous key, scope of the id, id). Equal keys are one object."""
 
     def __init__(self, block_tokens: int | None) -> None:
         super().__init__(block_tokens)
         self._numbers: dict[tuple[int, Any, int], int] = {}
+        self._keys: dict[int, bytes] = {}
 
-    def keys(self, scope: Any, ids: list[int]) -> list[bytes]:
-        """Keys of the blocks with these ids."""
+    def keys(self, scope: Any, ids: list[int], joined: int = 1) -> list[bytes]:
+        """Keys of the blocks with these ids; of each ``joined`` of them that make a block."""
         keys: list[bytes] = []
         numbers, number = self._numbers, 0
-        for item in ids:
+        for at, item in enumerate(ids[: len(ids) // joined * joined], 1):
             number = numbers.setdefault((number, scope, item), len(numbers) + 1)
-            keys.append(number.to_bytes(KEY_BYTES, "big"))
+            if at % joined == 0:
+                keys.append(self._keys.setdefault(number, number.to_bytes(KEY_BYTES, "big")))
         return keys
 
 
@@ -248,10 +246,10 @@ class _MooncakeReader(_IdReader):
     block_tokens = MOONCAKE_BLOCK_TOKENS
 
     def requests(self, data: dict[str, Any]) -> Iterator[TraceRequest]:
-        tokens = _count(data, "input_length")
-        _count(data, "output_length", 0)
+        tokens, answer = _count(data, "input_length"), _count(data, "output_length", 0)
         keys = self.keys(None, _hash_ids(data, tokens, self.block_tokens))
-        yield TraceRequest(keys=keys, prompt_tokens=tokens, timestamp=_time(data, "timestamp"))
+        at = _time(data, "timestamp")
+        yield TraceRequest(keys=keys, prompt_tokens=tokens, timestamp=at, answer_tokens=answer)
 
 
 class _SessionReader(_IdReader):
@@ -259,10 +257,16 @@ class _SessionReader(_IdReader):
 
     def __init__(self, block_tokens: int | None) -> None:
         super().__init__(block_tokens)
-        self._sessions = 0
+        self._sessions = self._own_tokens = 0
 
     def requests(self, data: dict[str, Any]) -> Iterator[TraceRequest]:
-        self.fix_block_tokens(_count(data, "block_size"))
+        found = _count(data, "block_size")
+        self._own_tokens = self._own_tokens or found
+        self.block_tokens = self.block_tokens or found
+        if found != self._own_tokens or self.block_tokens % found:
+            raise _Malformed(
+                f"blocks of {found} tokens; expected {self._own_tokens if found != self._own_tokens else self.block_tokens}"
+            )
         if "requests" in data:
             self._sessions += 1
             yield from self._of_session(data, None if data.get("hash_id_scope") == "global" else self._sessions)
@@ -288,10 +292,15 @@ class _SessionReader(_IdReader):
     def _request(
         self, data: dict[str, Any], scope: Any, time_name: str, length_name: str, start: float = 0.0
     ) -> TraceRequest:
-        tokens = _count(data, length_name)
-        keys = self.keys(scope, _hash_ids(data, tokens, self.block_tokens))
-        session, at = self._sessions if scope is None else scope, start + _time(data, time_name)
-        return TraceRequest(keys=keys, prompt_tokens=tokens, timestamp=at, session=session)
+        tokens, at = _count(data, length_name), start + _time(data, time_name)
+        ids = _hash_ids(data, tokens, self._own_tokens)
+        return TraceRequest(
+            keys=self.keys(scope, ids, self.block_tokens // self._own_tokens),
+            prompt_tokens=tokens,
+            timestamp=at,
+            session=self._sessions if scope is None else scope,
+            answer_tokens=_count(data, "out", 0) if "out" in data else 0,
+        )
 
 
 class _TextReader(_Reader):

@@ -43,7 +43,9 @@ def replay_both(kind: str, sizes: str, eviction: str) -> tuple[int, int]:
     reused = [0, 0]
     for number, request in enumerate(made_up(kind, 600).requests):
         for at, server in enumerate(both):
-            reused[at] += server.serve(request) or 0
+            number, tokens = server.begin(request)
+            server.end(number)
+            reused[at] += tokens
         assert values(both[0]) == values(both[1]), number
         if number % 100 == 0:
             both[0]._cache.check_integrity()

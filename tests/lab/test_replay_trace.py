@@ -13,7 +13,7 @@ import pytest
 
 from megatron_hybrid_prefix.cli import replay as command
 from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped
-from megatron_hybrid_prefix.lab.replay import Replayed, ceiling_tokens, replay, unlimited_kv
+from megatron_hybrid_prefix.lab.replay import Replayed, ceiling_tokens, kv_alone, replay, unlimited_kv
 from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest, read_trace, sessions_of
 from megatron_hybrid_prefix.policy.registry import eviction_policy_names
 from tests.harness.trace_helpers import KINDS, made_up
@@ -113,6 +113,46 @@ def test_a_request_continues_the_latest_session_whose_whole_blocks_begin_its_pro
     ]
     assert sessions_of(read_trace_of(named)).numbers == [0, 0, 1, 0]
     assert sessions_of(trace, early=1.0).last == {0: 0, 1: 1, 2: 6, 3: 7} and not sessions_of(trace, never=1.0).last
+
+
+def test_blocks_of_sessions_are_joined_and_equal_keys_are_one_object():
+    line = session(step(0, 300, [1, 2, 3, 4, 5]), step(1, 330, [1, 2, 3, 4, 5, 6]), step(2, 192, [1, 2, 9]))
+    trace = read_trace_of([line], block_tokens=128)
+    assert trace.block_tokens == 128 and [len(request.keys) for request in trace.requests] == [2, 2, 1]
+    first, second, third = (request.keys for request in trace.requests)
+    assert all(mine is its for mine, its in zip(first, second, strict=True)) and third[0] is first[0]
+    assert [request.answer_tokens for request in trace.requests] == [3, 3, 3]
+
+
+def sessions_of_turns(count: int, turns: int) -> Trace:
+    """Each turn has two blocks more, sent alternately."""
+    lines = [
+        {"session_id": name, "timestamp": turn, "input_length": 33 + 32 * turn, "block_size": 16}
+        | {"hash_ids": [*range(2 * turn + 3)], "out": 10}
+        for turn in range(turns)
+        for name in range(count)
+    ]
+    return read_trace_of(lines)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_sessions_side_by_side_hold_what_they_use_and_wait(at_once):
+    trace = sessions_of_turns(4, 3)
+    room = {"kv_blocks": 14, "page_blocks": 1, "live_states": True}  # of a prompt of 6 blocks, and states
+    served: list[int] = []
+    found = replay(trace, at_once=at_once, on_request=served.append, **room)
+    assert served[-1] == 12 and not found.refused_requests
+    # A session alone finds all of its last turn; of several some was evicted meanwhile.
+    assert (sum(found.reused_tokens) == 4 * (32 + 64)) == (at_once == 1)
+    assert replay(trace, at_once=at_once, **room).reused_tokens == found.reused_tokens
+    ceiling = replay(trace, at_once=at_once, **kv_alone(room, 16))
+    assert sum(ceiling.reused_tokens) >= sum(found.reused_tokens)
+
+
+def test_a_request_that_never_fits_is_left_out_and_its_session_goes_on():
+    trace = read_trace_of([session(step(0, 64 * 20, [*range(20)]), step(1, 130, [1, 2]), step(2, 190, [1, 2]))])
+    found = replay(trace, at_once=2, kv_blocks=8, page_blocks=1, live_states=False)
+    assert found.refused_requests == 1 and list(found.reused_tokens) == [0, 0, 128]
 
 
 @pytest.mark.parametrize("wrong", [{}, {"early": 0.3}, {"never": 1.0}])
