@@ -218,7 +218,7 @@ def test_a_kind_without_a_ring_goes_on_from_the_last_accepted_token(platform, mo
 
     requests, slots, dice = 3, STATES["one kind"], random.Random(drafts)
     monkeypatch.setattr(memory_of_states, "KINDS", {"a": SimpleNamespace(flush=partial(LayerKind.flush, None))})
-    of_kind = {"a": partial(LayerKind.ring, None)}
+    of_kind = {"a": partial(LayerKind.ring, SimpleNamespace(name="a"))}
     rings = layer_rings(slots, of_kind, block_tokens=8, step_tokens=drafts + 1, dtype="float32")
     shared = memory(own=requests, rings=rings, requests=requests)
     assert set(shared.rings) == ({"conv_after", "ssm_after"} if drafts else set())

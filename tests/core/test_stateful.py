@@ -75,7 +75,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.engine = ModelEngine(HybridPrefixCache(settings))
         self.engine.publishes_early = dice.random() < 0.7
         self.has_host = bool(host)
-        self.session_dice = random.Random(STEPS["machines"]) if STEPS["machines"] % 3 == 2 else None  # of its own
+        self.session_dice = random.Random(block_tokens) if block_tokens > 2 else None  # of its own
         self.known: list[list[int]] = [[]]
         self.waiting: list[Request] = []  # preempted
         STEPS["machines"] += 1

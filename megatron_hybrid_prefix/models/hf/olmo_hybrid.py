@@ -40,7 +40,11 @@ class OlmoHybrid(Qwen35):
 
     def config_json(self, config: HybridModelConfig) -> dict[str, Any]:
         rotary = {} if config.rotary_base else {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
-        return super().config_json(config) | rotary | {"linear_allow_neg_eigval": config.gdn_beta_scale == 2.0}
+        own = {
+            "linear_allow_neg_eigval": config.gdn_beta_scale == 2.0,
+            "pad_token_id": None,
+        }  # no id of OLMo's tokenizer
+        return super().config_json(config) | rotary | own
 
     def canonical(self, name: str) -> str | None:
         """Files have other names of some norms than a model in memory."""
