@@ -128,34 +128,33 @@ def run_all(
         text = f"--interval: {args.interval} is not a multiple of the block of {trace.block_tokens} tokens"
         raise InputError(text)
     rule = {"retention_interval_tokens": args.interval}
-    side_by_side = {"at_once": args.at_once, "seed": args.seed}
-    hinted = {policy: (policy, dict[str, Any](side_by_side)) for policy in args.eviction}
+    ways: dict[str, tuple[str, dict[str, Any]]] = {policy: (policy, {}) for policy in args.eviction}
     if args.hints:
         if args.at_once and any(args.hints):
             raise InputError("--hints: with --at-once only 0, as its clock counts tokens")
         sessions = sessions_of(trace)
         for policy in args.eviction:
             for seconds in args.hints:
-                hints = side_by_side | {"sessions": sessions, "ends_after_s": seconds}
-                hinted[f"{policy}, ends told after {seconds:g} s"] = policy, hints
+                hints = {"sessions": sessions, "ends_after_s": seconds}
+                ways[f"{policy}, ends told after {seconds:g} s"] = policy, hints
+    alone = "states of no bytes"
     if args.at_once and args.cache_gb:
-        hinted["states of no bytes"] = args.eviction[0], side_by_side | {"kv_alone": True}
-    runs: dict[str, dict[str, Replayed]] = {name: {} for name in hinted}
+        ways[alone] = args.eviction[0], {}
+    side_by_side = {"at_once": args.at_once, "seed": args.seed}
+    runs: dict[str, dict[str, Replayed]] = {name: {} for name in ways}
     total = len(trace.requests) * len(budgets)
     with terminal.progress(list(runs), total) as done, terminal.as_input_errors(TooLargeError):
         for name, found in runs.items():
-            policy, hints = hinted[name]
+            policy, hints = ways[name]
             for budget, sizes in budgets.items():
 
                 def on_request(count: int, name: str = name, before: int = len(found)) -> None:
                     interrupt.check()
                     done(name, before * len(trace.requests) + count)
 
-                own = sizes | rule
-                if "kv_alone" in hints:
-                    own = kv_alone(own, trace.block_tokens)
-                more = {name: value for name, value in hints.items() if name != "kv_alone"}
-                found[budget] = replay(trace, on_request=on_request, eviction_policy=policy, **more, **own)
+                own = kv_alone(sizes, trace.block_tokens) if name == alone else sizes | rule
+                more = hints | side_by_side | {"eviction_policy": policy}
+                found[budget] = replay(trace, on_request=on_request, **more, **own)
     return runs
 
 

@@ -142,8 +142,7 @@ def replay(
         for number, request in enumerate(trace.requests if at_once is None else (), 1):
             while over and over[0][0] <= request.timestamp:
                 server.end_session(over.popleft()[1])
-            session = None if sessions is None else str(sessions.numbers[number - 1])
-            ends = sessions is not None and sessions.last.get(sessions.numbers[number - 1]) == number - 1
+            session, ends = (None, False) if sessions is None else sessions.hint(number - 1)
             begun = server.begin(request, session, ends_session=ends and not ends_after_s)
             if begun is not None:
                 server.end(begun[0])
@@ -181,8 +180,8 @@ def _side_by_side(
         Reused tokens of each request, and how many do not fit into an empty memory: they are left out.
     """
     of_session: dict[int, list[int]] = {}
-    for number, session in enumerate(sessions_of(trace).numbers):
-        of_session.setdefault(session, []).insert(0, number)
+    for number, own_session in enumerate(sessions_of(trace).numbers):
+        of_session.setdefault(own_session, []).insert(0, number)
     left = list(of_session.values())  # the requests of each session that are left, the next one last
     random.Random(seed).shuffle(left)
     reused, refused, done, clock = array("q", bytes(8 * len(trace.requests))), 0, 0, 0
@@ -193,9 +192,8 @@ def _side_by_side(
     while waiting or running:
         while waiting:
             number = waiting[0][-1]
-            request, hinted = trace.requests[number], None if hints is None else str(hints.numbers[number])
-            ends = hints is not None and hints.last.get(hints.numbers[number]) == number
-            begun = server.begin(request, hinted, ends_session=ends)
+            request, (session, ends) = trace.requests[number], (None, False) if hints is None else hints.hint(number)
+            begun = server.begin(request, session, ends_session=ends)
             if begun is None and running:
                 break
             own = waiting.popleft()

@@ -119,6 +119,11 @@ class TraceSessions:
     numbers: list[int]
     last: dict[int, int]
 
+    def hint(self, number: int) -> tuple[str, bool]:
+        """What a request says: its session, and whether that ends with it."""
+        session = self.numbers[number]
+        return str(session), self.last.get(session) == number
+
 
 def sessions_of(trace: Trace, *, early: float = 0.0, never: float = 0.0, seed: int = 0) -> TraceSessions:
     """The sessions of a trace. If it names none, a request continues the latest one whose whole blocks, two or more, begin its prompt.
@@ -263,10 +268,10 @@ class _SessionReader(_IdReader):
         found = _count(data, "block_size")
         self._own_tokens = self._own_tokens or found
         self.block_tokens = self.block_tokens or found
-        if found != self._own_tokens or self.block_tokens % found:
-            raise _Malformed(
-                f"blocks of {found} tokens; expected {self._own_tokens if found != self._own_tokens else self.block_tokens}"
-            )
+        if found != self._own_tokens:
+            raise _Malformed(f"blocks of {found} tokens; expected {self._own_tokens}")
+        if self.block_tokens % found:
+            raise _Malformed(f"blocks of {found} tokens; expected {self.block_tokens}")
         if "requests" in data:
             self._sessions += 1
             yield from self._of_session(data, None if data.get("hash_id_scope") == "global" else self._sessions)
