@@ -89,6 +89,14 @@ class CacheServer:
         """The request has its answer."""
         self._cache.release(number)
 
+    def serve(self, request: TraceRequest, session: str | None = None, *, ends_session: bool = False) -> int | None:
+        """Computes a prompt, which has no answer. Returns the reused tokens; None if there are too few KV blocks."""
+        begun = self.begin(request, session, ends_session=ends_session)
+        if begun is None:
+            return None
+        self.end(begun[0])
+        return begun[1]
+
     def end_session(self, session: str) -> None:
         """No request of it comes any more."""
         self._cache.end_session((b"", session))
@@ -143,13 +151,11 @@ def replay(
             while over and over[0][0] <= request.timestamp:
                 server.end_session(over.popleft()[1])
             session, ends = (None, False) if sessions is None else sessions.hint(number - 1)
-            begun = server.begin(request, session, ends_session=ends and not ends_after_s)
-            if begun is not None:
-                server.end(begun[0])
+            depth = server.serve(request, session, ends_session=ends and not ends_after_s)
             if ends and ends_after_s and session is not None:
                 over.append((request.timestamp + ends_after_s * trace.ticks, session))
-            refused += begun is None
-            reused.append(0 if begun is None else begun[1])
+            refused += depth is None
+            reused.append(depth or 0)
             if number % every == 0 or number == len(trace.requests):
                 on_request(number)
         seconds = perf_counter() - start
