@@ -32,11 +32,13 @@ from __future__ import annotations
 from collections.abc import Buffer, Collection, Iterator, Sequence
 from copy import copy
 
+from megatron_hybrid_prefix.index.hints import NO_HINTS, Hints, Pin
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
 from megatron_hybrid_prefix.index.settings import CacheSettings
-from megatron_hybrid_prefix.index.tree import Node, Session
+from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason, with_boundary
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.requests.blocks_by_id import BlocksById
 from megatron_hybrid_prefix.requests.book import Admission, Grown, LiveRequest, RequestBook, StepPlan
 from megatron_hybrid_prefix.requests.explain import Explanation, Question, explain
@@ -136,6 +138,18 @@ class HybridPrefixCache:
             limit_tokens = min(limit_tokens, max_resume_tokens)
         return self._matcher.match(chain, limit_tokens, read, resume_at)
 
+    def check_pin(self, chain: KeyChain, tenant: str | None, pin: Pin) -> None:
+        """Checks that the tenant's share has room for this pin now. Changes nothing.
+
+        Raises:
+            ValueError: It has not.
+        """
+        blocks = self._pinned_blocks(chain, pin)
+        needed, most = self._device.pins.room_for(chain.keys[:blocks], tenant)
+        if blocks and needed > most:
+            taken = f"the tenant's pins would take {needed:,.0f} blocks of {self.block_tokens} tokens"
+            raise ValueError(f"{taken}, its share is {most:,.0f}: nothing is pinned")
+
     def explain(self, asked: Question) -> Explanation:
         """What this request would reuse now, and why not more. Changes nothing, and asks no other rank or process."""
         return explain(self._device, self._planner, asked)
@@ -163,8 +177,7 @@ class HybridPrefixCache:
         verify_at_tokens: int = 0,
         breakpoints: Sequence[int] = (),
         counted_tokens: int = 0,
-        session: str | None = None,
-        ends_session: bool = False,
+        hints: Hints = NO_HINTS,
     ) -> Admission | None:
         """Shares the matched blocks, pins the source checkpoint, and allocates new blocks. All or nothing.
 
@@ -204,8 +217,7 @@ class HybridPrefixCache:
             breakpoints: Token positions up to which other prompts will share this one. Each is rounded down to a block
                 boundary. Positions outside the computed part of the prompt are ignored.
             counted_tokens: Tokens of the request that the statistics have already: it was preempted, or starts over.
-            session: Id of the session that the request belongs to, among those of its salt: see `end_session`.
-            ends_session: That is over once the request is released.
+            hints: What its caller knows of others. Pins count once: not if ``counted_tokens``.
 
         Returns:
             The admission; None when there are too few KV blocks, even after eviction.
@@ -238,8 +250,7 @@ class HybridPrefixCache:
                     verify_at_tokens=verify_at_tokens,
                     breakpoints=breakpoints,
                     counted_tokens=counted_tokens,
-                    session=session,
-                    ends_session=ends_session,
+                    hints=hints,
                 )
             match = source.as_match(match, loading.slot)
             beyond = device.tree.path([node.key for node in beyond])  # some may have gone for the slot
@@ -261,15 +272,17 @@ class HybridPrefixCache:
             load=loading,
             uncounted=match,
             counted_tokens=counted_tokens,
-            session=None if session is None else (match.chain.seed, session),
-            ends_session=ends_session,
+            session=None if hints.session is None else (match.chain.seed, hints.session),
+            ends_session=hints.ends_session,
         )
         if live.pinned_slot is not None:
             device.slots.pin(live.pinned_slot)
         if path and loading is None:
             device.use(path[-1])
-        if session is not None or device.tree.sessions.seen:
+        if live.session is not None or device.tree.sessions.seen:
             device.note_session(live.path, live.session)
+        if (hints.pins or device.pins.kept) and not counted_tokens:
+            self._pin(live, match, hints)
         # Slots first: blocks could take the last page that can be emptied.
         live.live_slot = device.take_live_slot()
         live.block_ids += device.take_blocks(max(0, -(-match.resume_tokens // self.block_tokens) - len(live.block_ids)))
@@ -511,7 +524,8 @@ class HybridPrefixCache:
 
         Args:
             request_id: The request.
-            comes_back: It was preempted, or starts over: its session is not over.
+            comes_back: It was preempted, or starts over: its session is not over. Else that is, if its hints say so: states that only
+                sessions used which are over go before others. A later request of it finds what is left.
 
         Returns:
             False when there is no such request.
@@ -525,16 +539,6 @@ class HybridPrefixCache:
         else:
             self._let_go(live)
         return True
-
-    def end_session(self, session: Session) -> None:
-        """No request of this session comes any more. States that only sessions used which are over go before others.
-
-        If one comes all the same, it finds what is left.
-
-        Args:
-            session: `KeyChain.seed` of its requests, and the id.
-        """
-        self._device.end_session(session)
 
     def release_all(self) -> None:
         """Releases all live requests, drops all swapped-out ones, and frees the blocks of `blocks.allocate`."""
@@ -612,6 +616,24 @@ class HybridPrefixCache:
         check_integrity(self._device, self._requests, unattached=self.blocks.unattached, writing=self._planner.writing)
 
     # -- internal ------------------------------------------------------------------------------------------------------
+
+    def _pin(self, live: LiveRequest, match: Match, hints: Hints) -> None:
+        """The request counts for the pins that are there, and brings its own."""
+        pins, keys, resume_blocks = self._device.pins, live.chain.keys, match.resume_tokens // self.block_tokens
+        pins.came(keys, hints.tenant, hints.now_s)
+        for pin in hints.pins:
+            blocks = self._pinned_blocks(live.chain, pin)
+            if not blocks:
+                continue
+            node = self._device.tree.get(keys[blocks - 1])
+            if blocks <= resume_blocks and (node is None or node.slot == NO_SLOT):
+                blocks = resume_blocks  # no state comes there: that below it keeps this KV, too
+            self._stats.pins["pinned" if pins.put(keys[:blocks], hints.tenant, pin) else "no_room"] += 1
+
+    def _pinned_blocks(self, chain: KeyChain, pin: Pin) -> int:
+        """Blocks of a prompt that a pin keeps. The same prompt can resume there: its last token is always computed."""
+        most = chain.tokens - self.settings.min_computed_tokens
+        return max(0, min(most, most if pin.tokens is None else pin.tokens)) // self.block_tokens
 
     def _settle(self, live: LiveRequest, plan: StepPlan, *, kept: bool) -> None:
         self._planner.settle(live, plan, kept=kept)

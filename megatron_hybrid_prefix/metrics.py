@@ -94,6 +94,9 @@ class PrefixStats:
         evictions_ended: Those of them that only ended sessions had used: they are evicted first (``cache_session``).
         uses_of_ended: Prompts that resumed from such a state before it was evicted.
         sessions_ended: Sessions that ended.
+        pins: Of prefixes that callers want kept (``cache_uses``, ``cache_pin``): ``pinned`` and ``no_room`` (in the tenant's share) count
+            requests; ``spared`` evictions of another state in place of a pinned one, ``evicted`` pinned ones that went because no
+            other could.
         kv_evictions: KV blocks evicted.
         scores_evictions: Blocks whose log-probs were evicted because the budget was full.
         invalidations: Times the cache was emptied because the weights changed, or may have: `invalidate`, a new generation epoch,
@@ -132,6 +135,7 @@ class PrefixStats:
     evictions_ended: int = 0
     uses_of_ended: int = 0
     sessions_ended: int = 0
+    pins: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("pinned", "no_room", "spared", "evicted"), 0))
     kv_evictions: int = 0
     scores_evictions: int = 0
     invalidations: int = 0
@@ -156,6 +160,7 @@ class PrefixStats:
             not_reused=dict(self.not_reused),
             checkpoints_by_reason=dict(self.checkpoints_by_reason),
             tiers={name: replace(tier, faults=dict(tier.faults)) for name, tier in self.tiers.items()},
+            pins=dict(self.pins),
             fallbacks=dict(self.fallbacks),
         )
 

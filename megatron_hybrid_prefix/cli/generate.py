@@ -18,6 +18,8 @@ and for the engine "ours":
     "cache_write"         false: do not cache this request
     "cache_breakpoints"   token positions up to which other prompts will share this one
     "cache_session"       {"id": text, "end": true}: its session, and whether that is over with it
+    "cache_uses"          how many more times this prompt will come
+    "cache_pin"           {"requests": n} or {"seconds": s}: how long it is kept
 
 --conversation: one JSON object, {"system": "...", "context": "...", "turns": ["...", ...]}. The first engine's answers become the
 history for all engines, so all engines get the same prompts. The end of each message is sent as a breakpoint

@@ -18,7 +18,7 @@ routes:
 A response says in usage.prompt_tokens_details.cached_tokens how many prompt tokens were skipped.
 
 Requests have OpenAI's fields, vLLM's for sampling ("top_k", "min_p", ...), and for the cache "cache_salt", "cache_read",
-"cache_write", "cache_breakpoints" and "cache_session"; docs/server.md lists them. Unknown fields are ignored, and named once in the log.
+"cache_write", "cache_breakpoints", "cache_session", "cache_uses" and "cache_pin"; docs/server.md lists them. Unknown fields are ignored, and named once in the log.
 
 --api-keys: each line of the file is "NAME KEY". Requests with keys of different names share nothing.
 

@@ -24,6 +24,8 @@ LINE_FIELDS: dict[str, type] = {
     "cache_write": bool,
     "cache_breakpoints": list,
     "cache_session": dict,
+    "cache_uses": int,
+    "cache_pin": dict,
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.console.terminal import no_garbage_collection
+from megatron_hybrid_prefix.index.hints import Hints
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest, TraceSessions, sessions_of
@@ -76,13 +77,18 @@ class CacheServer:
         cache = self._cache
         self._next_id += 1
         match = cache.match(KeyChain(request.keys, request.prompt_tokens))
-        hint: dict[str, Any] = {"session": session, "ends_session": ends_session}
-        admission = cache.admit(self._next_id, match, load=True, **hint) or cache.admit(self._next_id, match, **hint)
+        hints = Hints(session=session, ends_session=ends_session)
+        admission = cache.admit(self._next_id, match, load=True, hints=hints) or cache.admit(
+            self._next_id, match, hints=hints
+        )
         if admission is None:
             return None
-        plan = cache.plan(self._next_id, admission.resume_tokens, request.prompt_tokens)
+        plan = None
+        if request.prompt_tokens:
+            plan = cache.plan(self._next_id, admission.resume_tokens, request.prompt_tokens)
         cache.take_copies()  # a replay has no data to copy
-        cache.publish(plan)
+        if plan is not None:
+            cache.publish(plan)
         return self._next_id, admission.resume_tokens
 
     def end(self, number: int) -> None:
@@ -98,8 +104,8 @@ class CacheServer:
         return begun[1]
 
     def end_session(self, session: str) -> None:
-        """No request of it comes any more."""
-        self._cache.end_session((b"", session))
+        """No request of it comes any more, but this one, of no tokens."""
+        self.serve(TraceRequest(keys=[], prompt_tokens=0, timestamp=0), session, ends_session=True)
 
     def counters(self) -> Mapping[str, Any]:
         """Counters of the cache, and who uses its memory, by name."""

@@ -10,6 +10,8 @@ what the states that need it are worth. When a tier needs room, these go first:
 4. A state that only ended sessions used (``cache_session``), ended longest ago first.
 5. The state that the eviction policy names. The KV that only it needed is unneeded then.
 
+On the device, pinned states (``cache_uses``, ``cache_pin``) go when no other may.
+
 `Ancestry` says which kept states are above and below each other, and how much KV only one of them needs. It is a compressed trie over
 the nodes of the prefix tree, with the nodes where a state is kept, and the forks: nodes where the paths to two of them part. The
 nodes in between are not in it; they are reached by ``parent``. O(distance) per step, O(states) memory.

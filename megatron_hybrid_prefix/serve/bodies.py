@@ -2,7 +2,7 @@
 
 A field that is null counts as absent. Fields of other servers that would change the answer are refused (`UNSUPPORTED`); any other
 unknown field is ignored, and named once in the log. The cache has the fields ``cache_salt``, ``cache_breakpoints``, ``cache_read``,
-``cache_write`` and ``cache_session``. ``docs/server.md`` describes the fields.
+``cache_write``, ``cache_session``, ``cache_uses`` and ``cache_pin``. ``docs/server.md`` describes the fields.
 """
 
 from __future__ import annotations
@@ -103,9 +103,15 @@ class StreamOptions(Fields):
 
 
 class CacheControl(Fields):
-    """The mark of a cache breakpoint, as in Anthropic's API."""
+    """The mark of a cache breakpoint, as in Anthropic's API. With a time to live it is pinned for so long."""
 
     type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+    @property
+    def seconds(self) -> int:
+        """Its time to live; 0: as long as any other state."""
+        return {None: 0, "5m": 300, "1h": 3600}[self.ttl]
 
 
 class TextPart(Fields):
@@ -139,14 +145,14 @@ class Message(Fields):
         return self
 
     @property
-    def marks(self) -> list[int]:
-        """Up to where each marked part reaches, and a marked message, in characters."""
+    def marks(self) -> list[tuple[int, int]]:
+        """Up to where each marked part reaches, and a marked message, in characters; and its time to live in seconds."""
         ends, length = [], 0
         for part in self.content:
             length += len(part.text)
             if part.cache_control is not None:
-                ends.append(length)
-        return ends if self.cache_control is None else [*ends, length]
+                ends.append((length, part.cache_control.seconds))
+        return ends if self.cache_control is None else [*ends, (length, self.cache_control.seconds)]
 
     def as_dict(self, characters: int | None = None) -> dict[str, Any]:
         """The message in the form of a chat template, with at most this many characters of its content."""
@@ -199,6 +205,20 @@ class CacheSession(Fields):
     end: bool = False
 
 
+class CachePin(Fields):
+    """For how many requests, or how long, the prompt is kept, or its first tokens."""
+
+    requests: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    seconds: Annotated[float, Field(gt=0, le=2**31)] | None = None
+    tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if (self.requests is None) == (self.seconds is None):
+            raise bad("'cache_pin' must have either 'requests' or 'seconds'.", "cache_pin")
+        return self
+
+
 class Body(Fields, ABC):
     """Fields of all routes that generate."""
 
@@ -236,6 +256,8 @@ class Body(Fields, ABC):
     cache_read: bool | None = None
     cache_write: bool | None = None
     cache_session: CacheSession | None = None
+    cache_uses: Annotated[int, Field(ge=0, le=2**20)] | None = None
+    cache_pin: CachePin | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
 
     @property

@@ -134,8 +134,8 @@ class ChatForm:
         begin_answer: bool = True,
         variables: dict[str, Any] | None = None,
         check: Callable[[], None] = lambda: None,
-    ) -> set[int]:
-        """Characters of a prompt up to which it is that of a conversation which ends earlier.
+    ) -> list[int | None]:
+        """Characters of a prompt up to which it is that of a conversation which ends earlier, for each; None: the template refuses it.
 
         Args:
             text: The prompt, as rendered.
@@ -168,10 +168,11 @@ class ChatForm:
             first = rendered([*messages[:head], messages[tail]])
         if short is None or first is None or not text.endswith(short[common_tokens(text, short) :]):
             head, tail, short, first = 0, 0, text, ""  # what comes before a message changes it
-        least, ends, far = common_tokens(short, first), set[int](), dict[int, int]()
+        least, ends, far = common_tokens(short, first), list[int | None](), dict[int, int]()
         for number, last in lasts:
             part = rendered([*messages[: min(number, head)], *messages[tail:number], last])
             if part is None:
+                ends.append(None)
                 continue
             end = common_tokens(text if number < head else short, part)
             if number >= head and end > least:
@@ -180,7 +181,7 @@ class ChatForm:
                 if end not in far:
                     far[end] = common_tokens(text, rendered([*messages[:number], last]) or "")
                 end = far[end]
-            ends.add(end)
+            ends.append(end)
         return ends
 
 

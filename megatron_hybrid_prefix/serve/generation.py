@@ -71,9 +71,10 @@ class Choice:
             ApiError: It failed.
         """
         if update.error is not None:
-            _, field, why = update.error.partition("structured_outputs")
-            if field:  # of the request: its grammar does not go on
-                raise bad(f"{field}{why}.", field)
+            for field in ("structured_outputs", "cache_pin"):
+                _, found, why = update.error.partition(field)
+                if found:  # of the request: its grammar does not go on, or its pin has no room
+                    raise bad(f"{field}{why}.", field)
             logger.error("an answer failed: %s", update.error)
             message = "The engine failed on this request. The server's log says why."
             raise ApiError(500, message, code="engine_failed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,11 +39,12 @@ KINDS: dict[str, type[CompletionBody | ChatBody | GenerateBody]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt: its tokens, its text (if ``echo`` needs it; of a chat, what has begun of the answer), and its cache breakpoints."""
+    """One prompt: its tokens, its text (if ``echo`` needs it; of a chat, what has begun of the answer), its cache breakpoints, and for how long some are kept."""
 
     tokens: list[int]
     text: str
     breakpoints: list[int]
+    ttls: list[tuple[int, int]] = field(default_factory=list)  # positions in tokens, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +73,12 @@ class GenerationRequest:
 
     def sampling_of(self, number: int) -> dict[str, Any]:
         """The sampling fields for one of the prompts."""
-        breakpoints = self.prompts[number].breakpoints
+        prompt = self.prompts[number]
+        found = {"cache_breakpoints": prompt.breakpoints, "cache_ttls": prompt.ttls}
         return (
             self.sampling
-            | {"num_tokens_to_generate": self.most_tokens[number]}
-            | ({"cache_breakpoints": breakpoints} if breakpoints else {})
+            | {"num_tokens_to_generate": self.most_tokens[number], "cache_now": time.time()}
+            | {name: value for name, value in found.items() if value}
         )
 
 
@@ -250,6 +253,9 @@ def _sampling(
         "cache_read": body.cache_read if served.caches else False,
         "cache_write": body.cache_write if served.caches else False,
         "cache_session": body.cache_session and body.cache_session.model_dump(),
+        "cache_uses": body.cache_uses,
+        "cache_pin": body.cache_pin and body.cache_pin.model_dump(exclude_none=True),
+        "cache_tenant": tenant and json.dumps([tenant]),
     }
     if body.prompt_cache_key:
         fields["routing_key"] = json.dumps([tenant, body.prompt_cache_key])
@@ -319,11 +325,8 @@ def chat_tokens(
 
 def _chat_prompt(body: ChatBody, served: ServedModel, check: Callable[[], None]) -> Prompt:
     messages = [message.as_dict() for message in body.messages]
-    marked = [
-        (number, message.as_dict(characters))
-        for number, message in enumerate(body.messages)
-        for characters in message.marks
-    ]
+    marks = [(number, message, *mark) for number, message in enumerate(body.messages) for mark in message.marks]
+    marked = [(number, message.as_dict(characters)) for number, message, characters, _ in marks]
     has_ends = bool(marked) or body.cache_breakpoints != []
     text, tokens, before = chat_tokens(
         messages,
@@ -348,8 +351,14 @@ def _chat_prompt(body: ChatBody, served: ServedModel, check: Callable[[], None])
         variables=body.variables,
         check=check,
     )
-    positions = sorted(set(map(before, ends)))
-    return Prompt(tokens=tokens, text=begun, breakpoints=[end for end in positions if 0 < end < len(tokens)])
+    positions = [None if end is None else before(end) for end in ends]
+    ttls = [
+        (end, seconds)
+        for end, (*_, seconds) in zip(positions[len(positions) - len(marks) :], marks, strict=True)
+        if seconds and end is not None and 0 < end < len(tokens)
+    ]
+    found = sorted({end for end in positions if end is not None and 0 < end < len(tokens)})
+    return Prompt(tokens=tokens, text=begun, breakpoints=found, ttls=ttls)
 
 
 def text_tokens(text: str, served: ServedModel, *, add_special_tokens: bool | None = None) -> list[int]:

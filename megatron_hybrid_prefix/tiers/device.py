@@ -9,12 +9,13 @@ This file is longer than 400 lines because tree, KV blocks, slots and the tier b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.index.hints import Pins
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Ghosts, Node, PrefixTree, Session, Starts
@@ -87,6 +88,7 @@ class DeviceTier:
         slots_per_request: Slots that a running request takes: 0 if the engine has slots of its own for their states.
         ghosts: Keys of evicted blocks that a prompt still recognises.
         starts: How the latest prompts began.
+        pins: What callers want kept.
     """
 
     def __init__(self, settings: CacheSettings, stats: PrefixStats) -> None:
@@ -109,6 +111,7 @@ class DeviceTier:
         self.slots_per_request = int(settings.live_states)
         self.ghosts = Ghosts(pages.total_blocks if isinstance(eviction, SharesMemory) else 0)
         self.starts = Starts()
+        self.pins = Pins(pages.total_blocks, pages.page_blocks / pages.page_states)
         self.blocks = KVBlocks(pages, slots, eviction)
         self.protected: list[int] = []
         self._moved_blocks = self._blocked_slots = 0
@@ -231,6 +234,7 @@ class DeviceTier:
         self.tree.clear()
         self.blocks.clear()
         self.ghosts.clear()
+        self.pins.clear()
         self.host.reset()
         self.host.behind.invalidate(epoch)
 
@@ -243,6 +247,7 @@ class DeviceTier:
         self.slots.reset()
         self.copies[:] = [copy for copy in self.copies if isinstance(copy, PageClear | LoadOver)]
         self.ghosts.clear()
+        self.pins.clear()
 
     def note_session(self, path: Sequence[Node], session: Session | None) -> None:
         """A request of this session, or of none, uses the states on a path."""
@@ -278,7 +283,9 @@ class DeviceTier:
     def take_slot(self) -> int | None:
         """Reserves a slot, if need be by eviction of what is worth least. None: there is none."""
         if self.slots.is_full:
-            return self._slot_of(self.blocks.next_guess() or self.blocks.next_state())
+            return self._slot_of(
+                self.blocks.next_guess() or (self._next_state() if self.pins.kept else self.blocks.next_state())
+            )
         return self.reserve_slot()
 
     def take_guess_slot(self, path: Sequence[Node]) -> int | None:
@@ -430,12 +437,26 @@ class DeviceTier:
         if node is not None:
             self._drop_kv(node)
             return True
-        state = state or index.next_state(may_go)
+        state = state or (self._next_state(may_go) if self.pins.kept else index.next_state(may_go))
         if state is not None:
             self.evict(state)
             return True
         # All that is left is KV that states need which wait for their copy. Without those states it is unneeded.
         return not states_only and self.drop_protected()
+
+    def _next_state(self, may_go: Callable[[Node], bool] = lambda node: True) -> Node | None:
+        """The state that goes next, of those that may. A pinned one only if no other may."""
+        index, kept, spared = self.blocks, self.pins.kept, False
+
+        def others(node: Node) -> bool:
+            nonlocal spared
+            spared = spared or (may_go(node) and node.key in kept)
+            return may_go(node) and node.key not in kept
+
+        found = index.next_state(others)
+        if spared:
+            self.stats.pins["spared" if found is not None else "evicted"] += 1
+        return found or index.next_state(may_go)
 
     def _frees_bytes(self, node: Node) -> bool:
         """Whether KV gets bytes when the node's state goes: those of its page, or of KV that only this state needs."""

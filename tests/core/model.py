@@ -17,6 +17,7 @@ from itertools import chain, count
 from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.hints import NO_HINTS
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
 from megatron_hybrid_prefix.metrics import NotReused
@@ -167,7 +168,7 @@ class ModelEngine:
         self.memory = NaiveMemory(cache, self.seen)
         self.expected: dict[bytes, Content] = {}  # what the keys of entries on the host name
         self.next_id = 0
-        self.of_session: dict[str, Any] = {}  # the session of the next requests: arguments of `HybridPrefixCache.admit`
+        self.hints = NO_HINTS  # of the next requests
         self.publishes_early = False  # whether forwards are published once they are launched
         self.counted = dict.fromkeys(COUNTED, 0)
 
@@ -418,7 +419,7 @@ class ModelEngine:
             length_tokens=first_chunk and length,
             write=write,
             breakpoints=breakpoints,
-            **self.of_session,
+            hints=self.hints,
         )
         assert (admission is not None) == room
         if admission is None:
@@ -508,7 +509,7 @@ class ModelEngine:
             length_tokens=length,
             write=write,
             counted_tokens=counted_tokens,
-            **self.of_session,
+            hints=self.hints,
         )
         if admission is None:
             self.seen["load refused"] += 1

@@ -139,7 +139,8 @@ class NaiveMemory:
         may_go = {node for node in before if not store.slots.pins(node.slot) and (for_slot or self.frees_bytes(node))}
         all_guesses = set(filter(is_guess, before))
         guesses, protected = all_guesses & may_go, list(store.protected)
-        ended = store.blocks.ended.keys() & may_go
+        free = {node for node in may_go if node.key not in store.pins.kept} or may_go
+        ended = store.blocks.ended.keys() & free
         evicted = self.evict_next(for_slot=for_slot, states_only=states_only)
         lost = {node for node, slot in before.items() if node.slot != slot}
         if guesses:
@@ -148,7 +149,9 @@ class NaiveMemory:
             assert len({node for node in unneeded if node.block_id == NO_BLOCK}) == 1, "unneeded KV goes first"
             assert lost <= all_guesses, "a state goes, though there is unneeded KV"
         elif may_go:
-            assert len(lost) == 1 and lost <= (ended or may_go), "a state goes, first one of ended sessions"
+            assert len(lost) == 1 and lost <= (ended or free), (
+                "a state goes, none that is pinned, first one of ended sessions"
+            )
             self.seen["state of an ended session"] += bool(ended)
             left = {self.page_of(slot) for slot in self.states().values()}
             self.seen["one of a page's states"] += any(self.page_of(before[node]) in left for node in lost)

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index import tree
+from megatron_hybrid_prefix.index.hints import Hints
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
@@ -35,7 +36,7 @@ class Caller:
         cache, self.next_id = self.cache, self.next_id + 1
         chain = cache.chain(tokens, salt=salt)
         here = {node.key for node in cache.nodes() if node.reason is not None}
-        admission = cache.admit(self.next_id, cache.match(chain), session=name, ends_session=end)
+        admission = cache.admit(self.next_id, cache.match(chain), hints=Hints(session=name, ends_session=end))
         cache.publish(cache.plan(self.next_id, admission.resume_tokens, len(tokens)))
         cache.take_copies()
         there = {node.key for node in cache.nodes() if node.reason is not None}
@@ -79,8 +80,7 @@ def test_random_requests_against_a_ledger(seed):
         )
         if dice.random() < 0.1:
             salt, name = dice.choice([None, "x"]), dice.choice("abc")
-            caller.cache.end_session((caller.cache.chain(salt=salt).seed, name))
-            caller.end(name, salt)
+            caller.run([7], name, end=True, salt=salt)
         assert keys_of_ended(caller.cache) == caller.ended()
         seen += bool(caller.ended())
     assert seen or seed % 2, "no state of an ended session was there"
@@ -110,7 +110,7 @@ def test_what_running_requests_use_is_not_over(running, other):
     cache, shared = caller.cache, [1] * (2 * BLOCK)
 
     def start():
-        admission = cache.admit(99, cache.match(cache.chain([*shared, 7])), session=other)
+        admission = cache.admit(99, cache.match(cache.chain([*shared, 7])), hints=Hints(session=other))
         cache.publish(cache.plan(99, admission.resume_tokens, len(shared) + 1))
 
     if running == "before":

@@ -293,6 +293,9 @@ MUTANTS = {
         (KVBlocks, "next_guess", lambda self, *args: _next_guess(self, *args) or self.next_state())
     ],
     "a page goes though a slot is in use": [(SlotPool, "is_loose", lambda self, slot: not self.pins(slot))],
+    "a pinned state goes as any other": [
+        (DeviceTier, "_next_state", lambda self, *args: self.blocks.next_state(*args))
+    ],
     "only whole pages go": [(DeviceTier, "_frees_bytes", lambda self, node: self.slots.is_loose(node.slot))],
 }
 

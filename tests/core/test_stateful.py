@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.index.hints import Hints, Pin
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.metrics import NotReused
 from tests.core.model import ModelEngine, Request, tier_behind
@@ -75,7 +76,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.engine = ModelEngine(HybridPrefixCache(settings))
         self.engine.publishes_early = dice.random() < 0.7
         self.has_host = bool(host)
-        self.session_dice = random.Random(block_tokens) if block_tokens > 2 else None  # of its own
+        self.hints_dice = random.Random(block_tokens) if block_tokens > 2 else None  # of its own
+        self.pins = settings.kv_blocks % 2 == 0
         self.known: list[list[int]] = [[]]
         self.waiting: list[Request] = []  # preempted
         STEPS["machines"] += 1
@@ -118,8 +120,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.known.append(tokens)
         salt = dice.choice(SALTS) if dice.random() < 0.2 else SALTS[0]
         first_chunk = dice.randint(1, 12) if dice.random() < 0.3 else None
-        if own := self.session_dice:
-            self.engine.of_session = {"session": own.choice(["a", "b", "c", None]), "ends_session": own.random() < 0.5}
+        if own := self.hints_dice:
+            pins = (Pin(), Pin(uses=2), Pin(requests=9), Pin(seconds=9.0, tokens=own.randint(1, 20)))
+            self.engine.hints = Hints(
+                session=own.choice(["a", "b", "c", None]),
+                ends_session=own.random() < 0.5,
+                pins=(own.choice(pins),) if self.pins else (),
+                tenant=salt,
+                now_s=float(len(self.known)),
+            )
         if self.has_host and dice.random() < 0.6:
             meanwhile = partial(self.compute_some, dice) if dice.random() < 0.5 else None
             loaded = self.engine.admit_from_host(tokens, salt, first_chunk=first_chunk, meanwhile=meanwhile)
@@ -273,6 +282,7 @@ class CacheMachine(RuleBasedStateMachine):
             STEPS["kv evictions"] += stats.kv_evictions
             STEPS["skipped"] += stats.checkpoints_skipped
             STEPS["lost"] += stats.lost_tokens_no_state
+            STEPS.update({f"pins {what}": count for what, count in stats.pins.items()})
             STEPS["sessions_ended"] += stats.sessions_ended
             STEPS["uses_of_ended"] += stats.uses_of_ended
             STEPS.update(stats.checkpoints_by_reason)
@@ -317,6 +327,7 @@ HAPPENED = (
     *(f"reason {reason}" for reason in (*NotReused, None) if reason != NotReused.NOT_READ),
     *("load failed", "load refused", "ghosts", "moved", "told of a move", "cleared", "one of a page's states"),
     *("state of an ended session", "sessions_ended", "uses_of_ended"),
+    *(f"pins {what}" for what in ("pinned", "no_room", "spared", "evicted")),
 )
 
 

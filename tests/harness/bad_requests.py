@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Iterator, Mapping
@@ -85,6 +86,16 @@ _TOGETHER: dict[str, Asked] = {
     "for another engine": Asked([1, 2], {"do_kv_handoff": True}, "do_kv_handoff"),
     "breakpoints of text": Asked([1, 2], {"cache_breakpoints": "2"}, "cache_breakpoints"),
     "a session by its name": Asked([1, 2], {"cache_session": "a"}, "cache_session"),
+    "uses of text": Asked([1, 2], {"cache_uses": "2"}, "cache_uses"),
+    "uses below none": Asked([1, 2], {"cache_uses": -1}, "cache_uses"),
+    "a pin without an end": Asked([1, 2], {"cache_pin": {"tokens": 1}}, "cache_pin"),
+    "a pin of both": Asked([1, 2], {"cache_pin": {"requests": 1, "seconds": 1}}, "cache_pin"),
+    "a pin for no request": Asked([1, 2], {"cache_pin": {"requests": 0}}, "cache_pin"),
+    "a pin for ever": Asked([1, 2], {"cache_pin": {"seconds": math.inf}}, "cache_pin", in_messages=False),
+    "a pin by name": Asked([1, 2], {"cache_pin": "a"}, "cache_pin"),
+    "a pin with more": Asked([1, 2], {"cache_pin": {"requests": 1, "end": True}}, "cache_pin"),
+    "a time that is none": Asked([1, 2], {"cache_uses": 1, "cache_now": math.nan}, "cache_now", in_messages=False),
+    "times of no breakpoints": Asked([1, 2], {"cache_ttls": [1, 2]}, "cache_ttls"),
     "a session that may end": Asked([1, 2], {"cache_session": {"id": "a", "end": "no"}}, "cache_session"),
 }
 

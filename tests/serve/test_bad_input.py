@@ -82,6 +82,10 @@ TABLE: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"cache_breakpoints": [10**30]}, "cache_breakpoints"), ({"min_tokens": 2}, "min_tokens"),
         ({"prompt": ["x", "y"], "cache_breakpoints": [1]}, "cache_breakpoints"),
         *(({"cache_session": given}, "cache_session") for given in ("x", {}, {"id": ""}, {"id": 5}, {"id": "x", "end": 1}, {"id": "x" * 257})),
+        *(({"cache_pin": given}, "cache_pin") for given in (
+            "x", {}, {"tokens": 1}, {"requests": 1, "seconds": 1.0}, {"requests": 0}, {"seconds": 0}, {"requests": 1, "tokens": 0},
+        )),
+        ({"cache_uses": -1}, "cache_uses"),
         *(({"logit_bias": {"5": 1, name: 1}}, "logit_bias") for name in ("x", "512", "-1", "9" * 400, "²", "٣", "05", " 6", "+6", "6_0", "-0")),
         ({"logit_bias": {"1": "1"}}, "logit_bias"), ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"stop_token_ids": [512]}, "stop_token_ids"), ({"stop": ""}, "stop"), ({"stop": ["x", ""]}, "stop"), ({"model": "gpt"}, "model"),
@@ -111,6 +115,7 @@ TABLE: dict[str, list[tuple[dict[str, Any], str]]] = {
         (user("x", name=1), "messages[0].name"), (user("x", prefix=True), "prefix"),
         (user("x", tool_calls="f"), "messages[0].tool_calls"), (user("x", tool_calls=[1]), "messages[0].tool_calls[0]"),
         (user("x", cache_control={"type": "eternal"}), "messages[0].cache_control.type"),
+        (user("x", cache_control={"type": "ephemeral", "ttl": "2h"}), "messages[0].cache_control.ttl"),
         (user([{"type": "text", "text": "x", "cache_control": "ephemeral"}]), "messages[0].content[0].cache_control"),
         (user([{"type": "text", "text": "x", **MARK}] * 129), "messages"),
     ],

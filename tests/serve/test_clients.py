@@ -89,6 +89,39 @@ def test_a_session_is_passed_on(given):
     assert "cache_session" not in read_request(COMPLETION, "completions", served(), None).sampling
 
 
+@pytest.mark.parametrize("given", [{"requests": 3}, {"seconds": 2.5, "tokens": 4}])
+def test_what_is_kept_is_passed_on(given):
+    asked = read_request(COMPLETION | {"cache_pin": given, "cache_uses": 2}, "completions", served(), "a key")
+    assert (asked.sampling["cache_pin"], asked.sampling["cache_uses"]) == (given, 2)
+    assert asked.sampling["cache_tenant"] == '["a key"]'
+    plain = read_request(COMPLETION, "completions", served(), None).sampling_of(0)
+    assert not {"cache_pin", "cache_uses", "cache_tenant", "cache_ttls"} & plain.keys() and plain["cache_now"] > 1e9
+
+
+def test_a_marked_part_is_kept_for_its_time():
+    parts = [{"type": "text", "text": text} for text in ("Be", " kind", ".")]
+    parts[0]["cache_control"] = {"type": "ephemeral", "ttl": "1h"}
+    parts[1]["cache_control"] = {"type": "ephemeral"}  # a breakpoint alone
+    messages = [{"role": "system", "content": parts}, {"role": "user", "content": "Hi"}]
+    messages.append({"role": "user", "content": "So?", "cache_control": {"type": "ephemeral", "ttl": "5m"}})
+    asked = read_request(CHAT | {"messages": messages}, "chat", served(chat=ChatForm()), None)
+    text = "Be kind.\n\nUser: Hi\nUser: So?\n"
+    ends = [text.index("Be") + 2, len(text)]
+    assert asked.sampling_of(0)["cache_ttls"] == [(end, s) for end, s in zip(ends, (3600, 300), strict=True)]
+    assert {*ends, text.index(" kind") + 5} <= {*asked.prompts[0].breakpoints}
+
+
+def test_a_pin_beyond_the_share_is_the_clients_fault(tiny):
+    """One prompt that takes more than a quarter of the memory."""
+    with running(tiny, blocks=12, max_requests=1, slots=1) as server:
+        for pin, status in (({"requests": 5, "tokens": 1}, 200), ({"requests": 5}, 400)):
+            body = COMPLETION | {"prompt": [3] * 300, "max_tokens": 1, "cache_pin": pin}
+            got, reply = server.send("/v1/completions", body)
+            assert got == status
+        assert reply["error"]["param"] == "cache_pin" and "nothing is pinned" in reply["error"]["message"]
+        assert not server.engine.context.prefix_cache._device.pins.kept
+
+
 def test_a_long_conversation_renders_a_bounded_number_of_times():
     model = served(limit_tokens=10**9)
     messages = [{"role": "user", "content": ""}] * 5_000

@@ -749,7 +749,7 @@ def test_a_chat_template():
     messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hi"}]
     text = form.render(messages)
     assert text == "^<system>Be.</>\n<user>Hi</>\n<assistant>"
-    assert form.ends(text, messages) == {len("^<system>Be.</>\n"), len("^<system>Be.</>\n<user>Hi</>\n")}
+    assert form.ends(text, messages) == [len("^<system>Be.</>\n"), len("^<system>Be.</>\n<user>Hi</>\n")]
     with pytest.raises(ValueError, match="no"):
         form.render(messages[::-1])
     with pytest.raises(InputError, match="chat template"):

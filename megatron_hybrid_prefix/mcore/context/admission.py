@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.hints import Hints, Pin
 from megatron_hybrid_prefix.mcore.context.request import KnownRequests, PrefixRequest, StepState
 from megatron_hybrid_prefix.metrics import NotReused
 from megatron_hybrid_prefix.requests.matcher import Match
@@ -127,8 +128,7 @@ class Admissions:
             verify_at_tokens=known.verify_at_tokens,
             breakpoints=(*known.breakpoints, *known.wanted),
             counted_tokens=known.counted_tokens,
-            session=known.session,
-            ends_session=known.ends_session,
+            hints=known.hints if self._context.group_of is None else self._with_group(known, match),
         )
         if admission is None:
             raise BlockOverflowError(req.request_id)
@@ -153,6 +153,15 @@ class Admissions:
             stored_tokens=admission.stored_tokens,
             resumes=admission.source_slot is not None,
         )
+
+    def _with_group(self, known: PrefixRequest, match: Match) -> Hints:
+        """What the caller says, and what the queue shows: samples of this prompt that wait for the same state."""
+        hints, limit = known.hints, match.chain.tokens - self._cache.settings.min_computed_tokens
+        said = known.counted_tokens or any(pin.uses for pin in hints.pins)
+        if said or limit - match.resume_tokens < self._cache.block_tokens or not known.write:
+            return hints
+        others = self._context.group_of(known)
+        return replace(hints, pins=(*hints.pins, Pin(uses=others))) if others else hints
 
     def _watch_lengths(self) -> None:
         """Warn once if all prompts are shorter than a block: such a workload never hits."""

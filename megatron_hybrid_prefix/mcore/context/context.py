@@ -160,7 +160,9 @@ class HybridPrefixContext(SlotContext):
         if prefix.decode_checkpoints and self.checkpoint_slots:
             self._follow_decodes = DecodedStates(self, cache, self._events).follow
         self.scored = ScoredPrompts(self, cache, self._scores)
-        self._requests = KnownRequests(cache, self._scores, prefix.verify_hits)
+        # Number of other waiting requests with this one's prompt; None: it waits alone.
+        self.group_of: Callable[[PrefixRequest], int] | None = None
+        self._requests = KnownRequests(cache, self._scores, prefix.verify_hits, one_rank=not self._model_groups)
         self._admissions = Admissions(self, cache, self._requests, self._step)
         self.loads = RequestLoads(self, cache, self._requests, self._step)
 
@@ -249,9 +251,9 @@ class HybridPrefixContext(SlotContext):
     def room_for(self, requests: int) -> int:
         return min(block_counts(self.kv_block_allocator).active, self.prefix_cache.blocks.room_for(requests))
 
-    def prefix_request(self, req: DynamicInferenceRequest) -> PrefixRequest:
+    def prefix_request(self, req: DynamicInferenceRequest, *, arrives: bool = False) -> PrefixRequest:
         """Made once, and again after the weights change."""
-        return self._requests.of(req)
+        return self._requests.of(req, arrives=arrives)
 
     @override
     def continue_request(self, old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> None:

@@ -55,7 +55,7 @@ class NoCache:
         """Most KV blocks that so many requests can have; without a cache, megatron's allocator alone limits them."""
         return sys.maxsize
 
-    def prefix_request(self, req: Any) -> Any:
+    def prefix_request(self, req: Any, *, arrives: bool = False) -> Any:
         """Keys and cache options of a request; None: there are none."""
 
     def continue_request(self, old: Any, new: Any) -> None:

@@ -13,6 +13,13 @@ through megatron's data-parallel coordinator:
   Any order; positions beyond the prompt are ignored.
 - ``cache_session``: ``{"id": text, "end": bool}``, the request's session among those of its salt, and whether that is over with it.
   What only sessions used that are over goes first when memory is short;
+- ``cache_uses``: how many more times this prompt will come, alone or as the beginning of another. Its state is kept until then;
+- ``cache_pin``: ``{"requests": n}`` or ``{"seconds": s}``, for how many requests of its salt, or how long, the prompt is kept; with
+  ``"tokens": n`` only its beginning;
+- ``cache_ttls``: pairs of a breakpoint and the seconds for which it is kept. They are dropped if they find no room; a ``cache_pin`` is
+  an error then;
+- ``cache_tenant``: whose share of the memory these take; its salt if it is not set;
+- ``cache_now``: the time in seconds, by one clock for all requests. Without it an engine of one rank reads its own;
 - ``cache_reuse``: no option, but what comes back the same way: what the request reused, as a dict with the fields of `Reuse`.
 """
 
@@ -31,12 +38,14 @@ from numpy.typing import NDArray
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import shown
+from megatron_hybrid_prefix.index.hints import Hints, Pin
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.mcore.context.scored_prompt import ScoredPrompt
 from megatron_hybrid_prefix.requests.book import Load, StepPlan
 from megatron_hybrid_prefix.requests.explain import Explanation, Question
 from megatron_hybrid_prefix.requests.matcher import Match
 from megatron_hybrid_prefix.requests.scores import ScoreTable
+from megatron_hybrid_prefix.sampling import check_integer, check_number
 from megatron_hybrid_prefix.tiers.units import LoadState
 
 logger = logging.getLogger(__name__)
@@ -53,8 +62,7 @@ class PrefixRequest:
         read: Whether the request may reuse cached prefixes.
         write: Whether what it computes may be cached.
         breakpoints: Token positions up to which other prompts share this one.
-        session: Its session; None: it has none.
-        ends_session: Whether that is over with it.
+        hints: What its caller knows of others.
         wanted: Positions whose state other requests wait for.
         take_sample: Called once, at the first hit: whether to recompute and compare this hit.
         verify_at_tokens: Position to verify; 0: none.
@@ -73,9 +81,8 @@ class PrefixRequest:
     scores: ScoreTable
     read: bool
     write: bool
+    hints: Hints
     breakpoints: tuple[int, ...] = ()
-    session: str | None = None
-    ends_session: bool = False
     wanted: set[int] = field(default_factory=set)
     take_sample: Callable[[], bool] | None = None
     verify_at_tokens: int = 0
@@ -156,10 +163,13 @@ class KnownRequests:
         cache: The cache that makes their keys.
         scores: Log-probs of cached prompts.
         verify_hits: Share of the hits to recompute and compare.
+        one_rank: Whether no other rank runs the same requests, so that this one may read its clock.
     """
 
-    def __init__(self, cache: HybridPrefixCache, scores: ScoreTable, verify_hits: float = 0.0) -> None:
-        self._cache, self._scores, self._verify_hits = cache, scores, verify_hits
+    def __init__(
+        self, cache: HybridPrefixCache, scores: ScoreTable, verify_hits: float = 0.0, *, one_rank: bool = True
+    ) -> None:
+        self._cache, self._scores, self._verify_hits, self._one_rank = cache, scores, verify_hits, one_rank
         self._hits = 0
         self._entries: dict[int, PrefixRequest] = {}  # by id(), while the request lives
 
@@ -167,16 +177,22 @@ class KnownRequests:
         """Number of known requests: those that are still referenced."""
         return len(self._entries)
 
-    def of(self, req: Any) -> PrefixRequest:
+    def of(self, req: Any, *, arrives: bool = False) -> PrefixRequest:
         """The `PrefixRequest` of ``req``; made on first use, and again after the weights change.
 
         Raises:
-            ValueError: A cache option is invalid.
+            ValueError: A cache option is invalid; if it ``arrives``, also if there is no room for its ``cache_pin``.
         """
         old = self._entries.get(id(req))
         if old is not None and old.chain.epoch == self._cache.epoch:
             return old
         known = self._entries[id(req)] = self._read(req.request_id, req.prompt_tokens, req.sampling_params)
+        if arrives and getattr(req.sampling_params, "cache_pin", None) is not None:
+            try:
+                self._cache.check_pin(known.chain, known.hints.tenant, known.hints.pins[0])
+            except ValueError as error:
+                del self._entries[id(req)]
+                raise ValueError(f"request {req.request_id}: cache_pin: {error}") from None
         known.take_sample = self._take_sample if self._verify_hits else None
         if old is None:
             weakref.finalize(req, self._entries.pop, id(req)).atexit = False
@@ -228,7 +244,7 @@ class KnownRequests:
         )
         keeps_scores = self._scores.budget_bytes > 0
         write = bool(getattr(params, "cache_write", True))
-        session, ends_session = _session(request_id, getattr(params, "cache_session", None))
+        hints = self._hints(request_id, params, salt)
         prompt: NDArray[np.int64] = tokens.detach().to("cpu", torch.int64).contiguous().numpy()
         return PrefixRequest(
             prompt=prompt,
@@ -242,10 +258,66 @@ class KnownRequests:
             write=write,
             top_n=int(getattr(params, "top_n_logprobs", 0) or 0) if wants_prompt and keeps_scores else None,
             scores=self._scores,
-            breakpoints=_breakpoints(request_id, getattr(params, "cache_breakpoints", None)),
-            session=session,
-            ends_session=ends_session,
+            breakpoints=(
+                *_breakpoints(request_id, getattr(params, "cache_breakpoints", None)),
+                *(pin.tokens for pin in hints.pins if pin.tokens is not None),
+            ),
+            hints=hints,
         )
+
+    def _hints(self, request_id: int, params: Any, salt: Any) -> Hints:
+        names = ("cache_session", "cache_uses", "cache_pin", "cache_ttls", "cache_now")
+        session, uses, pin, ttls, now_s = (getattr(params, name, None) for name in names)
+        tenant = getattr(params, "cache_tenant", salt)
+        if now_s is None and self._one_rank:
+            now_s = time.time()
+        try:
+            if now_s is not None:
+                check_number("cache_now", now_s, 0, _MOST_SECONDS)
+            pins, (name, ends) = _pins(uses, pin, ttls), _session(session)
+            if now_s is None and any(each.seconds for each in pins):
+                raise ValueError("cache_pin in seconds: ranks need one clock: set cache_now, or count requests")
+        except ValueError as error:
+            raise ValueError(f"request {request_id}: {error}") from None
+        tenant = None if tenant is None else str(tenant)
+        return Hints(session=name, ends_session=ends, pins=pins, tenant=tenant, now_s=now_s)
+
+
+_MOST_USES = 2**20  # and requests
+_MOST_SECONDS = 2.0**40
+
+
+def _session(value: Any) -> tuple[str | None, bool]:
+    match value:
+        case None:
+            return None, False
+        case {"id": str() as name, **more} if 0 < len(name) <= 256 and more.keys() <= {"end"}:
+            if more.get("end") in (None, False, True) and type(more.get("end")) is not int:
+                return name, bool(more.get("end"))
+    raise ValueError(f'cache_session={shown(value)}: must be {{"id": text, "end": bool}}')
+
+
+def _pins(uses: Any, pin: Any, ttls: Any) -> tuple[Pin, ...]:
+    """The pins that a request asks for: first that of ``cache_pin``."""
+    pins = []
+    if pin is not None:
+        names = pin.keys() if isinstance(pin, dict) else set()
+        if names - {"tokens"} not in ({"requests"}, {"seconds"}):
+            what = '{"requests": n} or {"seconds": s}, and perhaps "tokens"'
+            raise ValueError(f"cache_pin={shown(pin)}: must be {what}")
+        check_integer("cache_pin['requests']", pin.get("requests", 1), 1, _MOST_USES)
+        pins.append(Pin(**pin))
+    if uses is not None:
+        check_integer("cache_uses", uses, 0, _MOST_USES)
+        pins.append(Pin(uses=uses))
+    for ttl in () if ttls is None else ttls:
+        if not isinstance(ttl, list | tuple) or len(ttl) != 2:
+            raise ValueError(f"cache_ttls={shown(ttls)}: must be pairs of tokens and seconds")
+        pins.append(Pin(tokens=ttl[0], seconds=ttl[1]))
+    for each in pins:
+        check_integer("cache_pin['tokens']", 1 if each.tokens is None else each.tokens, 1)
+        check_number("cache_pin['seconds']", each.seconds, 0, _MOST_SECONDS)
+    return tuple(pins)
 
 
 def _breakpoints(request_id: int, value: Any) -> tuple[int, ...]:
@@ -255,16 +327,6 @@ def _breakpoints(request_id: int, value: Any) -> tuple[int, ...]:
     if listed and all(isinstance(item, int) and not isinstance(item, bool) for item in value):
         return tuple(value)
     raise ValueError(f"request {request_id}: cache_breakpoints={shown(value)}: must be a sequence of ints")
-
-
-def _session(request_id: int, value: Any) -> tuple[str | None, bool]:
-    match value:
-        case None:
-            return None, False
-        case {"id": str() as name, **more} if 0 < len(name) <= 256 and more.keys() <= {"end"}:
-            if more.get("end") in (None, False, True) and type(more.get("end")) is not int:
-                return name, bool(more.get("end"))
-    raise ValueError(f'request {request_id}: cache_session={shown(value)}: must be {{"id": text, "end": bool}}')
 
 
 class RequestLoads:

@@ -304,6 +304,7 @@ class HybridPrefixEngine(EngineSeam):
             enable_prefix_caching=caches and not on_host,
         )
         request.enable_prefix_caching = caches  # after construction: our keys replace megatron's hashes
+        self._cached.prefix_request(request, arrives=True)
         return request
 
     def _accept_new(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:

@@ -12,11 +12,14 @@ from itertools import islice
 
 from megatron_hybrid_prefix.mcore.context.admission import LostLoad
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+from megatron_hybrid_prefix.mcore.context.request import PrefixRequest
 from megatron_hybrid_prefix.mcore.engine.coalesce import Coalescing
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
 
 # While a prompt is computed in chunks, up to 1/N of a step's tokens may admit prompts with less than one uncached block.
 _BESIDE_CHUNK_DIVISOR = 4
+# The first requests of the queue among which a prompt's group is looked for. Samples of one prompt are sent together.
+_GROUP_WITHIN = 1024
 # Waiting requests to look at per free row: those that are held back take no row.
 _CANDIDATES_PER_ROW = 4
 
@@ -29,11 +32,13 @@ class PrefixScheduling:
         self._context = context
         self._cache = context.prefix_cache
         self._coalescing = Coalescing(self._cache, context.prefix_request) if context.coalesces else None
+        self._queue: list[int] = []  # of this round, with those that are held back
 
     def schedule(self, admit: Callable[[], None]) -> None:
         """One round. ``admit``: megatron's scheduling of the requests in the queue."""
         waiting, context = self._engine.waiting_request_ids, self._context
-        before = list(waiting)
+        before = self._queue = list(waiting)
+        context.group_of = self._group_of if len(before) > 1 else None
         held = self._wait_for_fetches() | self._hold_back()
         if context.chunked_prefill_request_id != -1:
             with suppress(LostLoad):
@@ -44,6 +49,12 @@ class PrefixScheduling:
             left = held.union(waiting)
             chunked = context.chunked_prefill_request_id  # must stay first
             self._set_queue([i for i in before if i == chunked] + [i for i in before if i in left and i != chunked])
+
+    def _group_of(self, known: PrefixRequest) -> int:
+        """Number of other waiting requests with the same whole blocks: samples of one prompt."""
+        last, get = known.chain.keys[-1:], self._engine.get_request
+        others = (self._context.prefix_request(get(number)) for number in self._queue[:_GROUP_WITHIN])
+        return sum(other.chain.keys[-1:] == last and other is not known for other in others) if last else 0
 
     def _wait_for_fetches(self) -> set[int]:
         """Removes requests from the queue that wait in this round for the tier behind the host."""
