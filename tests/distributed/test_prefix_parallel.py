@@ -83,11 +83,13 @@ def host() -> list[Any]:
 
 
 def pressed() -> list[Any]:
-    """Prompts that come back from the host, beside decodes that need more blocks than there are."""
+    """Prompts that come back from the host, some of them pinned, beside decodes that need more blocks than there are."""
     shared, events = tokens(2, 0, seed=70), []
     for turn, number in product(range(3), range(6)):
         prompt = (shared if number % 2 else []) + random_tokens(BLOCK + 5 + 9 * number, seed=71 + number)
-        events += [["ask", prompt, 3 + 6 * (number % 3)], ["go", (number + turn) % 3]]
+        hints = {"cache_pin": {"seconds": 2.5, "tokens": BLOCK}} if not number else {"cache_uses": number % 2}
+        events += [["ask", prompt, 3 + 6 * (number % 3), hints | {"cache_now": turn + number / 6}]]
+        events += [["go", (number + turn) % 3]]
     return [*events, ["run"]]
 
 
