@@ -138,17 +138,18 @@ class HybridPrefixCache:
             limit_tokens = min(limit_tokens, max_resume_tokens)
         return self._matcher.match(chain, limit_tokens, read, resume_at)
 
-    def check_pin(self, chain: KeyChain, tenant: str | None, pin: Pin) -> None:
-        """Checks that the tenant's share has room for this pin now. Changes nothing.
+    def reserve_pin(self, chain: KeyChain, hints: Hints) -> None:
+        """Takes the room of the first pin of a request that arrives; on all ranks between the same steps.
 
         Raises:
-            ValueError: It has not.
+            ValueError: There is none. Nothing is pinned.
         """
-        blocks = self._pinned_blocks(chain, pin)
-        needed, most = self._device.pins.room_for(chain.keys[:blocks], tenant)
-        if blocks and needed > most:
-            taken = f"the tenant's pins would take {needed:,.0f} blocks of {self.block_tokens} tokens"
-            raise ValueError(f"{taken}, its share is {most:,.0f}: nothing is pinned")
+        pins, blocks = self._device.pins, self._pinned_blocks(chain, hints.pins[0])
+        pins.came(hints.now_s)
+        if blocks and not pins.put(chain.keys[:blocks], hints.tenant, hints.pins[0]):
+            raise ValueError(
+                f"{blocks} blocks and a state have no room in the tenant's share for pins: nothing is pinned"
+            )
 
     def explain(self, asked: Question) -> Explanation:
         """What this request would reuse now, and why not more. Changes nothing, and asks no other rank or process."""
@@ -217,7 +218,7 @@ class HybridPrefixCache:
             breakpoints: Token positions up to which other prompts will share this one. Each is rounded down to a block
                 boundary. Positions outside the computed part of the prompt are ignored.
             counted_tokens: Tokens of the request that the statistics have already: it was preempted, or starts over.
-            hints: What its caller knows of others. Pins count once: not if ``counted_tokens``.
+            hints: What its caller knows of the future. Pins count with its first forward, and not if ``counted_tokens``.
 
         Returns:
             The admission; None when there are too few KV blocks, even after eviction.
@@ -274,6 +275,7 @@ class HybridPrefixCache:
             counted_tokens=counted_tokens,
             session=None if hints.session is None else (match.chain.seed, hints.session),
             ends_session=hints.ends_session,
+            hints=hints,
         )
         if live.pinned_slot is not None:
             device.slots.pin(live.pinned_slot)
@@ -281,8 +283,6 @@ class HybridPrefixCache:
             device.use(path[-1])
         if live.session is not None or device.tree.sessions.seen:
             device.note_session(live.path, live.session)
-        if (hints.pins or device.pins.kept) and not counted_tokens:
-            self._pin(live, match, hints)
         # Slots first: blocks could take the last page that can be emptied.
         live.live_slot = device.take_live_slot()
         live.block_ids += device.take_blocks(max(0, -(-match.resume_tokens // self.block_tokens) - len(live.block_ids)))
@@ -617,18 +617,22 @@ class HybridPrefixCache:
 
     # -- internal ------------------------------------------------------------------------------------------------------
 
-    def _pin(self, live: LiveRequest, match: Match, hints: Hints) -> None:
-        """The request counts for the pins that are there, and brings its own."""
-        pins, keys, resume_blocks = self._device.pins, live.chain.keys, match.resume_tokens // self.block_tokens
-        pins.came(keys, hints.tenant, hints.now_s)
-        for pin in hints.pins:
+    def _pin(self, live: LiveRequest, resume_blocks: int) -> None:
+        """A request has begun: it counts for the pins that are there, and brings its own."""
+        device, keys, hints = self._device, live.chain.keys, live.hints
+        source = device.pins.kept.get(keys[resume_blocks - 1]) if resume_blocks else None
+        if source is not None and source.spared:
+            self._stats.pins["reused_tokens"] += resume_blocks * self.block_tokens
+        device.pins.came(hints.now_s, keys, hints.tenant)
+        for pin in hints.pins if live.write else ():
             blocks = self._pinned_blocks(live.chain, pin)
-            if not blocks:
-                continue
-            node = self._device.tree.get(keys[blocks - 1])
-            if blocks <= resume_blocks and (node is None or node.slot == NO_SLOT):
+            node = device.tree.get(keys[blocks - 1]) if blocks else None
+            if blocks and blocks <= resume_blocks and (node is None or node.slot == NO_SLOT):
                 blocks = resume_blocks  # no state comes there: that below it keeps this KV, too
-            self._stats.pins["pinned" if pins.put(keys[:blocks], hints.tenant, pin) else "no_room"] += 1
+            elif node is not None and node.slot != NO_SLOT:
+                device.confirm(node, CheckpointReason.BREAKPOINT)
+            if blocks:
+                self._stats.pins["pinned" if device.pins.put(keys[:blocks], hints.tenant, pin) else "no_room"] += 1
 
     def _pinned_blocks(self, chain: KeyChain, pin: Pin) -> int:
         """Blocks of a prompt that a pin keeps. The same prompt can resume there: its last token is always computed."""
@@ -683,6 +687,8 @@ class HybridPrefixCache:
         if reuse.reason is not None:
             stats.not_reused[reuse.reason] += 1
         hit = match.resume_tokens > 0
+        if live.hints.pins or self._device.pins.kept:
+            self._pin(live, match.resume_tokens // self.block_tokens)
         self._device.starts.note(live.request_id, live.chain, reuse.reason, hit=hit, write=live.write)
 
     def _blocks_for(self, match: Match, length_tokens: int | None) -> int:

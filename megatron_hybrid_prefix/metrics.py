@@ -68,6 +68,9 @@ class TierStats:
     faults: dict[str, int] = field(default_factory=dict)
 
 
+_PINS = ("pinned", "no_room", "spared", "reused_tokens", "evicted")
+
+
 @dataclass(slots=True, kw_only=True)
 class PrefixStats:
     """Counters since the start, and the slots in use now.
@@ -94,9 +97,8 @@ class PrefixStats:
         evictions_ended: Those of them that only ended sessions had used: they are evicted first (``cache_session``).
         uses_of_ended: Prompts that resumed from such a state before it was evicted.
         sessions_ended: Sessions that ended.
-        pins: Of prefixes that callers want kept (``cache_uses``, ``cache_pin``): ``pinned`` and ``no_room`` (in the tenant's share) count
-            requests; ``spared`` evictions of another state in place of a pinned one, ``evicted`` pinned ones that went because no
-            other could.
+        pins: Of prefixes that callers want kept (``cache_uses``, ``cache_pin``): ``pinned``, or there was ``no_room``; ``spared``: states
+            that others went for; ``reused_tokens``: tokens skipped from these; ``evicted``: states that went since no other could.
         kv_evictions: KV blocks evicted.
         scores_evictions: Blocks whose log-probs were evicted because the budget was full.
         invalidations: Times the cache was emptied because the weights changed, or may have: `invalidate`, a new generation epoch,
@@ -135,7 +137,7 @@ class PrefixStats:
     evictions_ended: int = 0
     uses_of_ended: int = 0
     sessions_ended: int = 0
-    pins: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("pinned", "no_room", "spared", "evicted"), 0))
+    pins: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_PINS, 0))
     kv_evictions: int = 0
     scores_evictions: int = 0
     invalidations: int = 0

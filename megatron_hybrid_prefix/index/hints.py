@@ -1,29 +1,33 @@
-"""`Hints`: what the caller of a request knows of the future. `Pins`: the prefixes that such callers want kept, bounded for each tenant.
+"""`Hints`: what the caller of a request knows of the future. `Pins`: prefixes that callers want kept, bounded for each tenant.
 
-A pinned state goes when no other may go, so a pin never refuses a request its memory. Keys stand for prefixes here: a pin may come before
-its state, and after it. No clock is read: time is what requests say, so all ranks decide alike.
+A pinned state goes when no other may go, so a pin takes no memory from running requests. A pin is known by the keys of its prefix: it may come
+before its state, and outlive it. No clock is read here: time is what requests say, so all ranks decide alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 TENANT_SHARE = 1 / 4
 """Most of the memory that one tenant's pins take."""
 ALL_SHARE = 1 / 2
 """Most of it that all pins take. Beyond it the tenant that has most gives way."""
+MOST_PINS = 512
+MOST_REQUESTS = 4096
+"""A pin for uses ends after so many requests of its tenant, whether they used it or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """What a caller says of a prompt, or of its beginning. One of the last three is above 0.
+    """How long a prompt, or its beginning, is to be kept.
 
     Attributes:
-        tokens: Up to where it counts; None: all of the prompt.
-        uses: So many prompts that begin so are still to come. Gives way to later pins of its tenant.
-        requests: Kept while the tenant's next requests, so many, come.
+        tokens: Length of that beginning; None: all of the prompt.
+        uses: Prompts with this beginning that are still to come. Gives way to later pins of its tenant.
+        requests: Kept while so many requests of the tenant come.
         seconds: Kept for so long.
     """
 
@@ -35,13 +39,13 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """What a request says of others.
+    """What the caller of a request knows of the future.
 
     Attributes:
         session: Id of its session, among those of its salt; None: it has none.
         ends_session: That is over once the request is released.
-        pins: What it wants kept of its prompt.
-        tenant: Whose pins these are.
+        pins: What is to be kept of its prompt.
+        tenant: Whose share of the memory they take.
         now_s: The time, by one clock for all requests; None: not said.
     """
 
@@ -55,23 +59,25 @@ class Hints:
 NO_HINTS = Hints()
 
 
-class _Tenant:
-    """Its requests so far, since it has pins."""
+class Tenant:
+    """Who has pins: these, by the keys of their last blocks, said longest ago first; uses of each block; and its requests since."""
 
-    __slots__ = ("requests",)
+    __slots__ = ("blocks", "pins", "requests")
 
     def __init__(self) -> None:
+        self.pins: dict[bytes, Pinned] = {}
+        self.blocks = Counter[bytes]()
         self.requests = 0
 
 
-class _Kept:
-    """A pinned prefix: its keys, whose it is, and until when."""
+class Pinned:
+    """A pinned prefix: its keys, whose it is, until when; and whether its state would have been evicted."""
 
-    __slots__ = ("keys", "tenant", "until_request", "until_s", "uses")
+    __slots__ = ("keys", "spared", "tenant", "until_request", "until_s", "uses", "uses_until")
 
-    def __init__(self, keys: Sequence[bytes], tenant: _Tenant) -> None:
-        self.keys, self.tenant = keys, tenant
-        self.uses = self.until_request = 0
+    def __init__(self, keys: Sequence[bytes], tenant: Tenant) -> None:
+        self.keys, self.tenant, self.spared = keys, tenant, False
+        self.uses = self.uses_until = self.until_request = 0
         self.until_s = -math.inf
 
 
@@ -83,79 +89,93 @@ class Pins:
         state_blocks: Blocks whose bytes a state takes.
 
     Attributes:
-        kept: By the key of their last block, pinned longest ago first.
+        kept: They, by the key of their last block.
     """
 
     def __init__(self, blocks: int, state_blocks: float) -> None:
         self._blocks, self._state_blocks = blocks, state_blocks
-        self.kept: dict[bytes, _Kept] = {}
-        self._tenants: dict[str | None, _Tenant] = {}
+        self.kept: dict[bytes, Pinned] = {}
+        self._tenants: dict[str | None, Tenant] = {}
         self._now_s = -math.inf
 
-    def came(self, keys: Sequence[bytes], tenant: str | None, now_s: float | None) -> None:
-        """A request with these keys is admitted, at this time of the only clock; None: it says none. Pins that are over go."""
+    def came(self, now_s: float | None, keys: Sequence[bytes] = (), tenant: str | None = None) -> None:
+        """A request says the time (None: it does not); with keys, it counts. Pins that are over go."""
         self._now_s = max(self._now_s, -math.inf if now_s is None else now_s)
-        if (own := self._tenants.get(tenant)) is not None:
+        if keys and (own := self._tenants.get(tenant)) is not None:
             own.requests += 1
         for key in keys:
             if (kept := self.kept.get(key)) is not None and kept.uses:
                 kept.uses -= 1
-        for key in [key for key, kept in self.kept.items() if not kept.uses and not self._waits(kept)]:
-            del self.kept[key]
+        for kept in [*self.kept.values()]:
+            if not self._is_firm(kept) and (not kept.uses or kept.tenant.requests >= kept.uses_until):
+                self._drop(kept)
+        self._tenants = {name: each for name, each in self._tenants.items() if each.pins}
 
     def put(self, keys: Sequence[bytes], tenant: str | None, pin: Pin) -> bool:
-        """Pins the prefix with these keys. Returns whether the tenant's share has room; if not, nothing changes for it."""
-        own = self._tenants.setdefault(tenant, _Tenant())
+        """Pins the prefix with these keys. Returns whether there is room; if not, nothing changes."""
         kept = self.kept.get(keys[-1])
         if kept is None:
+            own = self._tenants.setdefault(tenant, Tenant())
             if not self._make_room(keys, own):
                 return False
-            kept = self.kept[keys[-1]] = _Kept(keys, own)
-        kept.uses = max(kept.uses, pin.uses)
+            kept = Pinned(keys, own)
+        else:
+            self._drop(kept)  # said again: the last one now
+        self._add(kept)
+        requests = kept.tenant.requests
+        if pin.uses:
+            kept.uses, kept.uses_until = max(kept.uses, pin.uses), requests + MOST_REQUESTS
         if pin.requests:
-            kept.until_request = max(kept.until_request, own.requests + pin.requests)
+            kept.until_request = max(kept.until_request, requests + pin.requests)
         if pin.seconds:
             kept.until_s = max(kept.until_s, self._now_s + pin.seconds)
         return True
-
-    def room_for(self, keys: Sequence[bytes], tenant: str | None) -> tuple[float, float]:
-        """Blocks that a pin of these keys takes beside those that do not give way to it, and those that the tenant's pins may take."""
-        own = self._tenants.get(tenant)
-        stay = [kept for kept in self.kept.values() if kept.tenant is own and self._waits(kept)]
-        return self._size(stay, keys), TENANT_SHARE * self._blocks
 
     def clear(self) -> None:
         """All prefixes are gone."""
         self.kept.clear()
         self._tenants.clear()
+        self._now_s = -math.inf
 
-    def _waits(self, kept: _Kept) -> bool:
-        """Whether the pin waits for requests or seconds."""
+    def _is_firm(self, kept: Pinned) -> bool:
+        """Whether the pin waits for requests or seconds, not for uses alone."""
         return kept.tenant.requests < kept.until_request or self._now_s < kept.until_s
 
-    def _size(self, pins: Iterable[_Kept], keys: Sequence[bytes] = ()) -> float:
-        """Blocks of pins of one tenant, and of one more with these keys."""
-        paths = {kept.keys[-1]: kept.keys for kept in pins} | ({keys[-1]: keys} if keys else {})
-        return len(set[bytes]().union(*paths.values())) + self._state_blocks * len(paths)
+    def _size(self, tenant: Tenant) -> float:
+        """Blocks that the tenant's pins take."""
+        return len(tenant.blocks) + self._state_blocks * len(tenant.pins)
 
-    def _make_room(self, keys: Sequence[bytes], own: _Tenant) -> bool:
-        of: dict[_Tenant, list[_Kept]] = {own: []}
-        for kept in self.kept.values():
-            of.setdefault(kept.tenant, []).append(kept)
-        gone: list[_Kept] = []
-        while (needed := self._size(of[own], keys)) > TENANT_SHARE * self._blocks:
-            oldest = next((each for each in of[own] if not self._waits(each)), None)
-            if oldest is None:
+    def _add(self, kept: Pinned) -> None:
+        self.kept[kept.keys[-1]] = kept.tenant.pins[kept.keys[-1]] = kept
+        kept.tenant.blocks.update(kept.keys)
+
+    def _drop(self, kept: Pinned) -> None:
+        del self.kept[kept.keys[-1]], kept.tenant.pins[kept.keys[-1]]
+        blocks = kept.tenant.blocks
+        for key in kept.keys:
+            if blocks[key] > 1:
+                blocks[key] -= 1
+            else:
+                del blocks[key]
+
+    def _make_room(self, keys: Sequence[bytes], own: Tenant) -> bool:
+        before, gone = [(tenant, dict(tenant.pins)) for tenant in self._tenants.values()], list[Pinned]()
+        while True:
+            sizes = {tenant: self._size(tenant) for tenant in self._tenants.values()}
+            sizes[own] += sum(key not in own.blocks for key in keys) + self._state_blocks
+            if sizes[own] > TENANT_SHARE * self._blocks:
+                giver = own
+            elif sum(sizes.values()) > ALL_SHARE * self._blocks or len(self.kept) >= MOST_PINS:
+                giver = max(sizes, key=lambda tenant: sizes[tenant])
+            else:
+                return True
+            victims = (kept for kept in giver.pins.values() if giver is not own or not self._is_firm(kept))
+            victim = next(victims, None)
+            if victim is None:
+                for kept in gone:
+                    self._add(kept)
+                for tenant, pins in before:
+                    tenant.pins = pins
                 return False
-            of[own].remove(oldest)
-            gone.append(oldest)
-        sizes = {tenant: self._size(pins) for tenant, pins in of.items()} | {own: needed}
-        while sum(sizes.values()) > ALL_SHARE * self._blocks:
-            most = max(sizes, key=lambda tenant: sizes[tenant])
-            if most is own:
-                return False
-            gone.append(of[most].pop(0))
-            sizes[most] = self._size(of[most])
-        for kept in gone:
-            del self.kept[kept.keys[-1]]
-        return True
+            self._drop(victim)
+            gone.append(victim)

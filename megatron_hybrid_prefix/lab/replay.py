@@ -83,12 +83,9 @@ class CacheServer:
         )
         if admission is None:
             return None
-        plan = None
-        if request.prompt_tokens:
-            plan = cache.plan(self._next_id, admission.resume_tokens, request.prompt_tokens)
+        plan = cache.plan(self._next_id, admission.resume_tokens, request.prompt_tokens)
         cache.take_copies()  # a replay has no data to copy
-        if plan is not None:
-            cache.publish(plan)
+        cache.publish(plan)
         return self._next_id, admission.resume_tokens
 
     def end(self, number: int) -> None:
@@ -105,7 +102,10 @@ class CacheServer:
 
     def end_session(self, session: str) -> None:
         """No request of it comes any more, but this one, of no tokens."""
-        self.serve(TraceRequest(keys=[], prompt_tokens=0, timestamp=0), session, ends_session=True)
+        self._next_id += 1
+        match = self._cache.match(KeyChain([], 0))
+        self._cache.admit(self._next_id, match, hints=Hints(session=session, ends_session=True))
+        self._cache.release(self._next_id)
 
     def counters(self) -> Mapping[str, Any]:
         """Counters of the cache, and who uses its memory, by name."""

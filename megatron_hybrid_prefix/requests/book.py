@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from megatron_hybrid_prefix.index.hints import NO_HINTS, Hints
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.tree import Node, Session
 from megatron_hybrid_prefix.metrics import NotReused
@@ -175,6 +176,7 @@ class LiveRequest:
         counted_tokens: Tokens that were counted before: it was preempted, or started over.
         session: Its session; None: it has none.
         ends_session: Whether that is over once the request is released.
+        hints: What its caller knows of the future.
     """
 
     request_id: int
@@ -198,6 +200,7 @@ class LiveRequest:
     counted_tokens: int = 0
     session: Session | None = None
     ends_session: bool = False
+    hints: Hints = NO_HINTS
 
 
 def is_prefilling(live: LiveRequest) -> bool:

@@ -209,8 +209,8 @@ class CachePin(Fields):
     """For how many requests, or how long, the prompt is kept, or its first tokens."""
 
     requests: Annotated[int, Field(ge=1, le=2**20)] | None = None
-    seconds: Annotated[float, Field(gt=0, le=2**31)] | None = None
-    tokens: Annotated[int, Field(ge=1)] | None = None
+    seconds: Annotated[float, Field(ge=1e-3, le=2**31)] | None = None
+    tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:

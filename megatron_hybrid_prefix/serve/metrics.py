@@ -34,11 +34,7 @@ _LABELLED = {
     "lost_tokens_": ("lost_tokens", "reason", "Prompt tokens recomputed though their KV was cached, by reason"),
     "not_reused": ("not_reused", "reason", "Prompts that reused nothing, or less than there was, by reason"),
     "checkpoints_by_": ("checkpoints", "reason", "States published, by reason"),
-    "pins": (
-        "pins",
-        "what",
-        "Pinned prefixes: requests that pinned, or had no room; evictions spared and of pinned states",
-    ),
+    "pins": ("pins", "what", "Pins of prefixes, states that they spared, and what these saved, by what is counted"),
     "fallbacks": ("fallbacks", "reason", "Times the cache reused or kept less than planned, by reason"),
 }
 

@@ -283,9 +283,8 @@ class DeviceTier:
     def take_slot(self) -> int | None:
         """Reserves a slot, if need be by eviction of what is worth least. None: there is none."""
         if self.slots.is_full:
-            return self._slot_of(
-                self.blocks.next_guess() or (self._next_state() if self.pins.kept else self.blocks.next_state())
-            )
+            next_state = self._next_unpinned if self.pins.kept else self.blocks.next_state
+            return self._slot_of(self.blocks.next_guess() or next_state())
         return self.reserve_slot()
 
     def take_guess_slot(self, path: Sequence[Node]) -> int | None:
@@ -437,26 +436,32 @@ class DeviceTier:
         if node is not None:
             self._drop_kv(node)
             return True
-        state = state or (self._next_state(may_go) if self.pins.kept else index.next_state(may_go))
+        state = state or (self._next_unpinned(may_go) if self.pins.kept else index.next_state(may_go))
         if state is not None:
             self.evict(state)
             return True
         # All that is left is KV that states need which wait for their copy. Without those states it is unneeded.
         return not states_only and self.drop_protected()
 
-    def _next_state(self, may_go: Callable[[Node], bool] = lambda node: True) -> Node | None:
+    def _next_unpinned(self, may_go: Callable[[Node], bool] = lambda node: True) -> Node | None:
         """The state that goes next, of those that may. A pinned one only if no other may."""
-        index, kept, spared = self.blocks, self.pins.kept, False
+        kept, passed = self.pins.kept, list[Node]()
 
         def others(node: Node) -> bool:
-            nonlocal spared
-            spared = spared or (may_go(node) and node.key in kept)
-            return may_go(node) and node.key not in kept
+            if not may_go(node):
+                return False
+            if node.key in kept:
+                passed.append(node)
+            return node.key not in kept
 
-        found = index.next_state(others)
-        if spared:
-            self.stats.pins["spared" if found is not None else "evicted"] += 1
-        return found or index.next_state(may_go)
+        found = self.blocks.next_state(others)
+        if found is None and passed:
+            self.stats.pins["evicted"] += 1
+            return self.blocks.next_state(may_go)
+        for node in passed:
+            self.stats.pins["spared"] += not kept[node.key].spared
+            kept[node.key].spared = True
+        return found
 
     def _frees_bytes(self, node: Node) -> bool:
         """Whether KV gets bytes when the node's state goes: those of its page, or of KV that only this state needs."""

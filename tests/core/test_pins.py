@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.index.hints import ALL_SHARE, TENANT_SHARE, Hints, Pin, Pins
+from megatron_hybrid_prefix.index.hints import (
+    ALL_SHARE,
+    MOST_PINS,
+    MOST_REQUESTS,
+    TENANT_SHARE,
+    Hints,
+    Pin,
+    Pins,
+)
 from megatron_hybrid_prefix.index.settings import CacheSettings
 
 BLOCK = 4
@@ -118,116 +128,159 @@ def test_uses_beyond_the_share_give_way_to_later_ones_and_pins_do_not():
     fit = int(100 * TENANT_SHARE / each)
     for name in range(fit + 2):
         caller.run(prompt(name), Pin(uses=5))
-    pins = caller.cache._device.pins
+    cache, pins = caller.cache, caller.cache._device.pins
     assert len(pins.kept) == fit
     for name in range(100, 100 + fit):
         caller.run(prompt(name), Pin(requests=1000))
     assert all(kept.until_request for kept in pins.kept.values()) and len(pins.kept) == fit
     caller.run(prompt(200), Pin(uses=5))
-    chain = caller.cache.chain(prompt(200))
-    with pytest.raises(ValueError, match=r"the tenant's pins would take 28 blocks of 4 tokens, its share is 25"):
-        caller.cache.check_pin(chain, None, Pin(requests=1))
-    caller.cache.check_pin(chain, "another", Pin(requests=1))
-    caller.cache.check_pin(caller.cache.chain(prompt(100)), None, Pin(requests=1))  # it is pinned already
-    assert caller.cache.stats().pins["no_room"] == 1 and len(pins.kept) == fit
+    asked = Hints(pins=(Pin(requests=1000),))
+    with pytest.raises(ValueError, match=r"2 blocks and a state have no room in the tenant's share for pins"):
+        cache.reserve_pin(cache.chain(prompt(200)), asked)
+    cache.reserve_pin(cache.chain(prompt(100)), asked)  # it is pinned already
+    assert cache.stats().pins["no_room"] == 1 and len(pins.kept) == fit
+    cache.reserve_pin(cache.chain(prompt(200)), replace(asked, tenant="another"))
+    assert len(pins.kept) == fit + 1
+
+
+def test_a_pin_that_is_refused_tells_the_time():
+    """Or a client that sends nothing else would never have room again."""
+    caller = Caller()
+    chain = caller.cache.chain(prompt(1, blocks=20))
+    for start_s in (0.0, 5.0):
+        caller.cache.reserve_pin(chain, Hints(pins=(Pin(seconds=4),), now_s=start_s))
+        other = Hints(pins=(Pin(seconds=4),), now_s=start_s + 3)
+        with pytest.raises(ValueError, match="no room"):
+            caller.cache.reserve_pin(caller.cache.chain(prompt(2, blocks=20)), other)
+
+
+def test_a_guess_that_is_pinned_is_an_ordinary_state():
+    """Guesses go before all else."""
+    caller = Caller(retention_interval_tokens=BLOCK)
+    caller.run(prompt(1, blocks=6))
+    caller.run(prompt(1, blocks=6), Pin(requests=1000, tokens=2 * BLOCK))
+    caller.crowd(1)
+    assert caller.run(prompt(1, blocks=2)) == 2 * BLOCK
+
+
+def test_what_pins_gained_is_counted():
+    caller = Caller()
+    caller.run(prompt(1), Pin(requests=1000))
+    caller.run(prompt(1))
+    assert caller.cache.stats().pins["reused_tokens"] == 0, "it would have been there without"
+    caller.crowd(1)
+    caller.run(prompt(1))
+    stats = caller.cache.stats().pins
+    assert (stats["spared"], stats["reused_tokens"]) == (1, 2 * BLOCK)
+
+
+def test_tenants_and_pins_are_bounded():
+    pins = Pins(10**6, 1)
+    for number in range(3 * MOST_PINS):
+        pins.came(0, [b"%d" % number], str(number))
+        pins.put([b"%d" % number], str(number), Pin(uses=1))
+    assert len(pins.kept) == MOST_PINS == len(pins._tenants) - 1
+    for _ in range(MOST_REQUESTS):
+        pins.came(0, [b"other"], str(3 * MOST_PINS - 1))
+    assert len(pins.kept) == len(pins._tenants) == MOST_PINS - 1, "who says uses and never comes"
 
 
 class Ledger:
-    """The rules, slowly: tenants by name; each pin with its keys, uses, and ends."""
+    """The rules, slowly. A list of pins, said longest ago first."""
 
     def __init__(self, blocks, state_blocks):
         self.blocks, self.state_blocks = blocks, state_blocks
         self.pins, self.requests, self.now_s = [], {}, -math.inf
 
-    def waits(self, pin):
+    def is_firm(self, pin):
         return self.requests[pin["tenant"]] < pin["request"] or self.now_s < pin["s"]
 
     def size(self, tenant, more=()):
         keys = {pin["keys"] for pin in self.pins if pin["tenant"] == tenant} | {*more}
-        return len({key for each in keys for key in each}) + self.state_blocks * len({each[-1] for each in keys})
+        return len({key for each in keys for key in each}) + self.state_blocks * len(keys)
 
-    def came(self, keys, tenant, now_s):
+    def came(self, now_s, keys, tenant):
         self.now_s = max(self.now_s, now_s)
         if tenant in self.requests:
             self.requests[tenant] += 1
         for pin in self.pins:
             pin["uses"] -= pin["uses"] > 0 and pin["keys"][-1] in keys
-        self.pins = [pin for pin in self.pins if pin["uses"] or self.waits(pin)]
+        self.pins = [pin for pin in self.pins if pin["uses"] or self.is_firm(pin)]
+        left = {pin["tenant"] for pin in self.pins}
+        self.requests = {name: count for name, count in self.requests.items() if name in left}
 
     def put(self, keys, tenant, pin):
         self.requests.setdefault(tenant, 0)
-        mine = [each for each in self.pins if each["keys"][-1] == keys[-1]]
-        if not mine:
-            before = [*self.pins]
-            while self.size(tenant, [keys]) > TENANT_SHARE * self.blocks:
-                soft = [each for each in self.pins if each["tenant"] == tenant and not self.waits(each)]
-                if not soft:
-                    self.pins = before
-                    return False
-                self.pins.remove(soft[0])
-            while True:
-                sizes = {name: self.size(name) for name in dict.fromkeys(each["tenant"] for each in self.pins)}
-                sizes = {tenant: self.size(tenant, [keys])} | {
-                    name: size for name, size in sizes.items() if name != tenant
-                }
-                if sum(sizes.values()) <= ALL_SHARE * self.blocks:
-                    break
-                most = max(sizes, key=sizes.get)
-                if most == tenant:
-                    self.pins = before
-                    return False
-                self.pins.remove(next(each for each in self.pins if each["tenant"] == most))
-            mine = [{"keys": keys, "tenant": tenant, "uses": 0, "request": 0, "s": -math.inf}]
-            self.pins += mine
-        mine[0]["uses"] = max(mine[0]["uses"], pin.uses)
+        mine, before = [each for each in self.pins if each["keys"] == keys], [*self.pins]
+        while not mine:
+            sizes = {name: self.size(name) for name in self.requests} | {tenant: self.size(tenant, [keys])}
+            giver = max(sizes, key=sizes.get)
+            if sizes[tenant] > TENANT_SHARE * self.blocks:
+                giver = tenant
+            elif sum(sizes.values()) <= ALL_SHARE * self.blocks:
+                break
+            gives = [each for each in self.pins if each["tenant"] == giver]
+            gives = [each for each in gives if giver != tenant or not self.is_firm(each)]
+            if not gives:
+                self.pins = before
+                return False
+            self.pins.remove(gives[0])
+        made = mine[0] if mine else {"keys": keys, "tenant": tenant, "uses": 0, "request": 0, "s": -math.inf}
+        self.pins = [*(each for each in self.pins if each is not made), made]
+        made["uses"] = max(made["uses"], pin.uses)
         if pin.requests:
-            mine[0]["request"] = max(mine[0]["request"], self.requests[tenant] + pin.requests)
+            made["request"] = max(made["request"], self.requests[tenant] + pin.requests)
         if pin.seconds:
-            mine[0]["s"] = max(mine[0]["s"], self.now_s + pin.seconds)
+            made["s"] = max(made["s"], self.now_s + pin.seconds)
         return True
 
 
 def compare(pins, ledger, dice, steps=300):
-    """Random prompts of five tenants, whose prompts begin alike."""
-    refused = 0
+    """Random prompts of five tenants, whose prompts begin alike. Returns what happened."""
+    seen = Counter()
     for now_s in range(steps):
         tenant = dice.choice("abcde"[: dice.choice([1, 2, 5])])
-        keys = tuple(f"{tenant}{dice.choice('xyz')}{depth}".encode() for depth in range(dice.randint(1, 9)))
+        name = tenant + dice.choice("xyz")
+        keys = tuple(f"{name}{depth}".encode() for depth in range(dice.randint(1, 9)))
         keys = (*keys, f"{keys[-1]}{dice.randrange(6)}".encode()) if dice.random() < 0.7 else keys
         for each in (pins, ledger):
-            each.came(keys, tenant, now_s)
+            each.came(now_s, keys, tenant)
         if dice.random() < 0.6:
             pin = dice.choice([Pin(uses=2), Pin(requests=dice.randint(1, 30)), Pin(seconds=dice.randint(1, 60))])
-            kept = ledger.put(keys, tenant, pin)
+            before, kept = [*pins.kept], ledger.put(keys, tenant, pin)
             assert pins.put(keys, tenant, pin) == kept
-            refused += not kept
-        assert [*pins.kept] == [pin["keys"][-1] for pin in ledger.pins]
+            seen["refused"] += not kept
+            seen["displaced"] += not {*before} <= {*pins.kept}
+        of = {pin["keys"][-1]: pin["tenant"] for pin in ledger.pins}
+        assert pins.kept.keys() == of.keys()
         for name in "abcde":
+            assert [*getattr(pins._tenants.get(name), "pins", ())] == [key for key in of if of[key] == name]
             assert ledger.size(name) <= TENANT_SHARE * ledger.blocks
-    return refused
+        assert sum(map(ledger.size, "abcde")) <= ALL_SHARE * ledger.blocks
+    return seen
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_random_pins_against_a_ledger(seed):
     dice = random.Random(seed)
     blocks, state_blocks = dice.choice([40, 100, 200]), dice.choice([0.25, 2, 5])
-    refused = compare(Pins(blocks, state_blocks), Ledger(blocks, state_blocks), dice)
-    assert refused or blocks > 40
+    seen = compare(Pins(blocks, state_blocks), Ledger(blocks, state_blocks), dice)
+    assert seen["displaced"] and (seen["refused"] or blocks > 40)
 
 
-def soft_never_gives_way(self, kept):
-    return True
-
-
-def every_use_is_the_last(self, keys, tenant, now_s):
-    CAME(self, keys, tenant, now_s)
+def every_use_is_the_last(self, now_s, keys=(), tenant=None):
     for key in keys:
         if key in self.kept:
-            self.kept[key].uses = 0
+            self.kept[key].uses = min(1, self.kept[key].uses)
+    CAME(self, now_s, keys, tenant)
 
 
 CAME = Pins.came
-MUTANTS = [("_waits", soft_never_gives_way), ("came", every_use_is_the_last)]
+MUTANTS = [
+    ("_is_firm", lambda self, kept: True),
+    ("_size", lambda self, tenant: len(tenant.blocks)),
+    ("came", every_use_is_the_last),
+]
 
 
 @pytest.mark.parametrize(("name", "wrong"), MUTANTS)

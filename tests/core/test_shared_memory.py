@@ -294,7 +294,7 @@ MUTANTS = {
     ],
     "a page goes though a slot is in use": [(SlotPool, "is_loose", lambda self, slot: not self.pins(slot))],
     "a pinned state goes as any other": [
-        (DeviceTier, "_next_state", lambda self, *args: self.blocks.next_state(*args))
+        (DeviceTier, "_next_unpinned", lambda self, *args: self.blocks.next_state(*args))
     ],
     "only whole pages go": [(DeviceTier, "_frees_bytes", lambda self, node: self.slots.is_loose(node.slot))],
 }

@@ -66,16 +66,23 @@ def test_more_than_the_tenants_share_is_refused_and_nothing_is_pinned(model):
     served = EngineHarness(model, **SMALL)
     for number in range(2):
         served.send(group(number), cache_pin={"requests": 9}, cache_salt="a")
-    with pytest.raises(ValueError, match=r"request \d+: cache_pin: the tenant's pins would take .* nothing is pinned"):
+    with pytest.raises(
+        ValueError, match=r"request \d+: cache_pin: 3 blocks and a state have no room in the tenant's share"
+    ):
         served.add(group(2), cache_pin={"requests": 9}, cache_salt="a")
     assert served.cache.stats().pins["pinned"] == 2 and not served.engine.has_unfinished_requests()
+    with pytest.raises(ValueError, match="have no room"):  # before any of them runs
+        for number in range(2):
+            served.add(group(number), cache_pin={"requests": 9}, cache_salt="e")
+        served.add(group(2), cache_pin={"requests": 9}, cache_salt="e")
+    served.run()
     served.send(group(2), cache_pin={"requests": 9}, cache_salt="b")  # another tenant
     served.send(group(2), cache_pin={"requests": 9}, cache_salt="c", cache_tenant="b2")
-    with pytest.raises(ValueError, match="its share is"):
+    with pytest.raises(ValueError, match="have no room"):
         served.add(group(3), cache_pin={"requests": 9}, cache_salt="d", cache_tenant="a")  # of the same tenant
     served.send(group(4), cache_ttls=[(3 * BLOCK, 300)], cache_tenant="a")  # a server's own is dropped
     stats = served.cache.stats().pins
-    assert (stats["pinned"], stats["no_room"]) == (4, 1)
+    assert (stats["pinned"], stats["no_room"]) == (6, 1)
 
 
 def test_ranks_read_no_clock(model):

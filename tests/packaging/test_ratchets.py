@@ -31,12 +31,12 @@ _TOOL = 3  # of sys.monitoring: none that Python names
 _ROOT = Path(megatron_hybrid_prefix.__file__).parent
 LOOK_AT_WEIGHTS = {"mcore/state/weights.py", "ops/samples.py"}  # once after idle time, whatever the prompt
 MOST = {
-    "lines: core": 10_006,
-    "lines: mcore": 7_148,
+    "lines: core": 10_040,
+    "lines: mcore": 7_157,
     "lines: upstream and platform": 6_122,
-    "lines: serve, cli and console": 7_304,
-    "lines: package": 47_816,
-    "lines: tests": 54_682,
+    "lines: serve, cli and console": 7_300,
+    "lines: package": 47_857,
+    "lines: tests": 54_744,
     "files: cold": 42,
     "files: hit": 42,
     "files: host": 50,

@@ -83,7 +83,7 @@ TABLE: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"prompt": ["x", "y"], "cache_breakpoints": [1]}, "cache_breakpoints"),
         *(({"cache_session": given}, "cache_session") for given in ("x", {}, {"id": ""}, {"id": 5}, {"id": "x", "end": 1}, {"id": "x" * 257})),
         *(({"cache_pin": given}, "cache_pin") for given in (
-            "x", {}, {"tokens": 1}, {"requests": 1, "seconds": 1.0}, {"requests": 0}, {"seconds": 0}, {"requests": 1, "tokens": 0},
+            "x", {}, {"tokens": 1}, {"requests": 1, "seconds": 1.0}, {"requests": 0}, {"seconds": 0}, {"requests": 1, "tokens": 0}, {"requests": 1, "tokens": 2**32},
         )),
         ({"cache_uses": -1}, "cache_uses"),
         *(({"logit_bias": {"5": 1, name: 1}}, "logit_bias") for name in ("x", "512", "-1", "9" * 400, "²", "٣", "05", " 6", "+6", "6_0", "-0")),

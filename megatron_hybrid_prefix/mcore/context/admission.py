@@ -79,7 +79,7 @@ class Admissions:
         except BaseException:
             # Room was checked, so this is a caller's error. Nothing may leak.
             if first:
-                cache.release(request_id)
+                cache.release(request_id, comes_back=True)
             raise
         if first and not known.counted_tokens:
             req.num_cached_tokens = chunk.skip_tokens
@@ -133,7 +133,7 @@ class Admissions:
         if admission is None:
             raise BlockOverflowError(req.request_id)
         if self._context.active_token_count + length - admission.resume_tokens > self._context.max_tokens:
-            self._cache.release(req.request_id)
+            self._cache.release(req.request_id, comes_back=True)
             known.gave_up_fetch = True
             raise LostLoad(req.request_id)
         if not known.counted_tokens:

@@ -186,13 +186,13 @@ class KnownRequests:
         old = self._entries.get(id(req))
         if old is not None and old.chain.epoch == self._cache.epoch:
             return old
-        known = self._entries[id(req)] = self._read(req.request_id, req.prompt_tokens, req.sampling_params)
+        known = self._read(req.request_id, req.prompt_tokens, req.sampling_params)
         if arrives and getattr(req.sampling_params, "cache_pin", None) is not None:
             try:
-                self._cache.check_pin(known.chain, known.hints.tenant, known.hints.pins[0])
+                self._cache.reserve_pin(known.chain, known.hints)
             except ValueError as error:
-                del self._entries[id(req)]
                 raise ValueError(f"request {req.request_id}: cache_pin: {error}") from None
+        self._entries[id(req)] = known
         known.take_sample = self._take_sample if self._verify_hits else None
         if old is None:
             weakref.finalize(req, self._entries.pop, id(req)).atexit = False
@@ -284,7 +284,7 @@ class KnownRequests:
 
 
 _MOST_USES = 2**20  # and requests
-_MOST_SECONDS = 2.0**40
+_LEAST_SECONDS, _MOST_SECONDS = 1e-3, 2.0**40
 
 
 def _session(value: Any) -> tuple[str | None, bool]:
@@ -305,18 +305,20 @@ def _pins(uses: Any, pin: Any, ttls: Any) -> tuple[Pin, ...]:
         if names - {"tokens"} not in ({"requests"}, {"seconds"}):
             what = '{"requests": n} or {"seconds": s}, and perhaps "tokens"'
             raise ValueError(f"cache_pin={shown(pin)}: must be {what}")
-        check_integer("cache_pin['requests']", pin.get("requests", 1), 1, _MOST_USES)
-        pins.append(Pin(**pin))
+        requests, seconds, tokens = (pin.get(name) for name in ("requests", "seconds", "tokens"))
+        check_integer("cache_pin['requests']", 1 if requests is None else requests, 1, _MOST_USES)
+        check_integer("cache_pin['tokens']", 1 if tokens is None else tokens, 1)
+        check_number("cache_pin['seconds']", 1 if seconds is None else seconds, _LEAST_SECONDS, _MOST_SECONDS)
+        tokens = None if tokens is None else int(tokens)
+        pins.append(Pin(tokens=tokens, requests=int(requests or 0), seconds=float(seconds or 0)))
     if uses is not None:
         check_integer("cache_uses", uses, 0, _MOST_USES)
-        pins.append(Pin(uses=uses))
-    for ttl in () if ttls is None else ttls:
-        if not isinstance(ttl, list | tuple) or len(ttl) != 2:
-            raise ValueError(f"cache_ttls={shown(ttls)}: must be pairs of tokens and seconds")
-        pins.append(Pin(tokens=ttl[0], seconds=ttl[1]))
-    for each in pins:
-        check_integer("cache_pin['tokens']", 1 if each.tokens is None else each.tokens, 1)
-        check_number("cache_pin['seconds']", each.seconds, 0, _MOST_SECONDS)
+        pins += [Pin(uses=int(uses))] * (uses > 0)
+    if ttls is not None:
+        try:
+            pins += [Pin(tokens=int(tokens), seconds=float(seconds)) for tokens, seconds in ttls]
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"cache_ttls={shown(ttls)}: must be pairs of tokens and seconds") from None
     return tuple(pins)
 
 

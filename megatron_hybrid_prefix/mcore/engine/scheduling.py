@@ -6,6 +6,7 @@ block does not wait for the chunks of another prompt. Megatron decides everythin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
@@ -33,11 +34,13 @@ class PrefixScheduling:
         self._cache = context.prefix_cache
         self._coalescing = Coalescing(self._cache, context.prefix_request) if context.coalesces else None
         self._queue: list[int] = []  # of this round, with those that are held back
+        self._groups: Counter[bytes] | None = None  # among them, by their last key; None: not counted yet
 
     def schedule(self, admit: Callable[[], None]) -> None:
         """One round. ``admit``: megatron's scheduling of the requests in the queue."""
         waiting, context = self._engine.waiting_request_ids, self._context
         before = self._queue = list(waiting)
+        self._groups = None
         context.group_of = self._group_of if len(before) > 1 else None
         held = self._wait_for_fetches() | self._hold_back()
         if context.chunked_prefill_request_id != -1:
@@ -52,9 +55,13 @@ class PrefixScheduling:
 
     def _group_of(self, known: PrefixRequest) -> int:
         """Number of other waiting requests with the same whole blocks: samples of one prompt."""
-        last, get = known.chain.keys[-1:], self._engine.get_request
-        others = (self._context.prefix_request(get(number)) for number in self._queue[:_GROUP_WITHIN])
-        return sum(other.chain.keys[-1:] == last and other is not known for other in others) if last else 0
+        if self._groups is None:
+            requests = map(self._engine.get_request, self._queue[:_GROUP_WITHIN])
+            waiting = (self._context.prefix_request(request) for request in requests)
+            self._groups = Counter(
+                each.chain.keys[-1] for each in waiting if each.chain.keys and not each.counted_tokens
+            )
+        return max(0, self._groups[known.chain.keys[-1]] - 1) if known.chain.keys else 0
 
     def _wait_for_fetches(self) -> set[int]:
         """Removes requests from the queue that wait in this round for the tier behind the host."""
