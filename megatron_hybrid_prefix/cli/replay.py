@@ -23,8 +23,9 @@ loop knows; else a client's time-out). If a trace names no sessions, a request c
 more, begin its prompt.
 
 With --at-once so many sessions run side by side, and the next one begins when one ends, in an order by --seed. The clock counts tokens: a
-request holds its KV for as many as it computes and answers, then the session's next one is sent; one without room waits. With --cache-gb
-the row "states of no bytes" is the same memory with a state of no bytes at every block, the ceiling of any choice of states.
+request holds its KV while it computes, 10,000 tokens a second, and answers, 50 a second. The session's next one is sent as long after it as
+recorded, but not before the answer. One without room waits. With --cache-gb a line says how much memory these sessions need, and the row
+"states of no bytes" is the same memory and policy with a state of no bytes at every block: what states cost.
 
 Else requests run one after another, by time. Answers are not replayed. The replay uses the same cache classes as the engine.
 The last row, "no limits", is a cache with unlimited memory and a state after every block.
@@ -49,7 +50,15 @@ from megatron_hybrid_prefix.console import terminal
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, as_main
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_from
 from megatron_hybrid_prefix.lab.memory import GIB, Memory, bytes_of
-from megatron_hybrid_prefix.lab.replay import Replayed, TooLargeError, ceiling_tokens, kv_alone, replay, unlimited_kv
+from megatron_hybrid_prefix.lab.replay import (
+    Replayed,
+    TooLargeError,
+    ceiling_tokens,
+    kv_alone,
+    replay,
+    running_bytes,
+    unlimited_kv,
+)
 from megatron_hybrid_prefix.lab.traces import Trace, read_trace, sessions_of
 from megatron_hybrid_prefix.policy.registry import eviction_policy_names
 
@@ -152,7 +161,7 @@ def run_all(
                     interrupt.check()
                     done(name, before * len(trace.requests) + count)
 
-                own = kv_alone(sizes, trace.block_tokens) if name == alone else sizes | rule
+                own = kv_alone(sizes) if name == alone else sizes | rule
                 more = hints | side_by_side | {"eviction_policy": policy}
                 found[budget] = replay(trace, on_request=on_request, **more, **own)
     return runs
@@ -209,6 +218,13 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     runs = run_all(trace, args, budgets, interrupt)
     console = terminal.output_console()
     print_report(console, trace, runs, ceiling, "state slots" if args.cache_gb is None else "GiB for KV and states")
+    if args.at_once and sizes is not None:
+        block_bytes = sizes.kv_block_bytes(trace.block_tokens)
+        needed = running_bytes(trace, args.at_once, block_bytes, sizes.state_bytes) / GIB
+        text = (
+            f"{args.at_once} running sessions need {needed:.1f} GiB: the KV of their largest prompts, and a state each"
+        )
+        console.print(text, soft_wrap=True)
     terminal.save_json(console, args.json, as_json(args, trace, runs, ceiling, terminal.command_line(argv)))
     return 0
 

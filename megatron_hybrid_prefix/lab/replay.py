@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
 from time import perf_counter
@@ -21,12 +21,15 @@ from megatron_hybrid_prefix.index.hints import Hints
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest, TraceSessions, sessions_of
+from megatron_hybrid_prefix.requests.matcher import Match
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
+from megatron_hybrid_prefix.tiers.behind import EndOfChain
 
 MOST_ENTRIES = 2**23
 """Most KV blocks, state slots or pages of the host. The index takes some 300 bytes for each that is in use."""
+PROMPT_TOKENS_A_SECOND, ANSWER_TOKENS_A_SECOND = 10_000, 50
+"""Speeds of a request while sessions run side by side."""
 _CALLS = 200  # of `on_request` in a replay
-_STATE_PAGES = 64  # pages of `kv_alone`
 
 
 class TooLargeError(ValueError):
@@ -69,6 +72,7 @@ class CacheServer:
     def __init__(self, **settings: Any) -> None:
         self._cache = HybridPrefixCache(CacheSettings(**settings))
         self._next_id = 0
+        self._refused: Match | None = None  # of the prompt that found too few KV blocks last: it may be tried again
 
     def begin(
         self, request: TraceRequest, session: str | None = None, *, ends_session: bool = False
@@ -76,11 +80,14 @@ class CacheServer:
         """Computes a prompt. Returns the number of the request, which `end` ends, and the reused tokens; None if there are too few KV blocks."""
         cache = self._cache
         self._next_id += 1
-        match = cache.match(KeyChain(request.keys, request.prompt_tokens))
+        match = self._refused
+        if match is None or match.chain.keys is not request.keys or not cache.is_current(match):
+            match = cache.match(KeyChain(request.keys, request.prompt_tokens))
         hints = Hints(session=session, ends_session=ends_session)
-        admission = cache.admit(self._next_id, match, load=True, hints=hints) or cache.admit(
-            self._next_id, match, hints=hints
-        )
+        admission = cache.admit(self._next_id, match, load=True, hints=hints)
+        if admission is None and match.loadable_blocks:
+            admission = cache.admit(self._next_id, match, hints=hints)
+        self._refused = match if admission is None else None
         if admission is None:
             return None
         plan = cache.plan(self._next_id, admission.resume_tokens, request.prompt_tokens)
@@ -166,7 +173,7 @@ def replay(
                 on_request(number)
         seconds = perf_counter() - start
     return Replayed(
-        settings=settings,
+        settings={name: value for name, value in settings.items() if name != "behind"},
         prompt_tokens=trace.prompt_tokens,
         reused_tokens=reused,
         refused_requests=refused,
@@ -185,8 +192,9 @@ def _side_by_side(
 ) -> tuple[array[int], int]:
     """Runs sessions side by side; the next one begins when one ends.
 
-    The clock counts tokens: a request takes as many as it computes and answers, and holds its KV for so long. Then the session's next one
-    is sent. One that finds too few blocks waits until another ends, the longest waiting first.
+    The clock counts tokens: a request takes as long as it computes (`PROMPT_TOKENS_A_SECOND`) and answers, and holds its KV for so long.
+    The session's next one is sent as long after it as was recorded, but not before the answer. One that finds too few blocks waits
+    until another ends, the longest waiting first.
 
     Returns:
         Reused tokens of each request, and how many do not fit into an empty memory: they are left out.
@@ -196,46 +204,76 @@ def _side_by_side(
         of_session.setdefault(own_session, []).insert(0, number)
     left = list(of_session.values())  # the requests of each session that are left, the next one last
     random.Random(seed).shuffle(left)
-    reused, refused, done, clock = array("q", bytes(8 * len(trace.requests))), 0, 0, 0
+    requests, reused = trace.requests, array("q", bytes(8 * len(trace.requests)))
     waiting, later = deque(left[:at_once]), deque(left[at_once:])
-    running: list[
-        tuple[int, int, int | None, list[int]]
-    ] = []  # when it ends, its number, the cache's, what comes after
-    while waiting or running:
+    # When a request is sent, or ends; its number; what is left of its session; if it ends, when it began, and the cache's number.
+    events: list[tuple[float, int, list[int], tuple[float, int] | None]] = []
+    refused, done, running, clock = 0, 0, 0, 0.0
+    while waiting or events:
         while waiting:
             number = waiting[0][-1]
-            request, (session, ends) = trace.requests[number], (None, False) if hints is None else hints.hint(number)
+            request, (session, ends) = requests[number], (None, False) if hints is None else hints.hint(number)
             begun = server.begin(request, session, ends_session=ends)
             if begun is None and running:
                 break
-            own = waiting.popleft()
-            refused += begun is None
-            begun_id, reused[number] = (None, 0) if begun is None else begun
-            tokens = 0 if begun is None else request.prompt_tokens - reused[number] + request.answer_tokens
-            heappush(running, (clock + tokens, own.pop(), begun_id, own))
+            own, tokens, begun_id = waiting.popleft(), 0.0, 0
+            own.pop()
+            if begun is None:
+                refused += 1
+            else:
+                begun_id, reused[number] = begun
+                computed = (request.prompt_tokens - reused[number]) / PROMPT_TOKENS_A_SECOND
+                tokens = trace.ticks * (computed + request.answer_tokens / ANSWER_TOKENS_A_SECOND)
+            running += 1
+            heappush(events, (clock + tokens, number, own, (clock, begun_id)))
             done += 1
             on_request(done)
-        clock, _, ended_id, own = heappop(running)
-        if ended_id is not None:
-            server.end(ended_id)
-        if own or later:
-            waiting.append(own or later.popleft())
+        clock, number, own, ended = heappop(events)
+        if ended is None:
+            waiting.append(own)
+            continue
+        running -= 1
+        server.end(ended[1])
+        if own:
+            sent = ended[0] + requests[own[-1]].timestamp - requests[number].timestamp
+            heappush(events, (max(clock, sent), own[-1], own, None))
+        elif later:
+            waiting.append(later.popleft())
     return reused, refused
 
 
-def kv_alone(sizes: Mapping[str, Any], block_tokens: int) -> dict[str, Any]:
-    """Fields of `CacheSettings` for the same KV with states of no bytes at every block: no choice of states reuses more."""
-    page_blocks = ceil_div(sizes["kv_blocks"], _STATE_PAGES)
-    pages = ceil_div(sizes["kv_blocks"], page_blocks) + 1  # one for the states of all blocks
+class _EveryState(EndOfChain):
+    """A tier that has the state after every block, and brings it at once."""
+
+    def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
+        return first
+
+    def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
+        return limit
+
+
+def kv_alone(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `CacheSettings` for the same memory with states of no bytes: a prompt resumes wherever its KV ends."""
+    host_blocks, kv_pages = sizes.get("host_pages", 0) // sizes.get("host_kv_pages", 1), 16
+    page_blocks = 1 + sizes["kv_blocks"] // 2048
     return {
-        **sizes,
-        "kv_blocks": pages * page_blocks,
+        "kv_blocks": sizes["kv_blocks"] + page_blocks,  # a page more: that of all states
         "page_blocks": page_blocks,
-        "page_states": sizes["kv_blocks"],
-        "state_slots": sizes["kv_blocks"],
-        "live_states": False,
-        "retention_interval_tokens": block_tokens,
+        "page_states": 1024,
+        # States come through the host, where there is always room for eight, of half a block.
+        "host_pages": kv_pages * host_blocks + kv_pages // 2,
+        "host_kv_pages": kv_pages,
+        "retention_interval_tokens": 0,
+        "behind": _EveryState(),
     }
+
+
+def running_bytes(trace: Trace, at_once: int, block_bytes: int, state_bytes: int) -> float:
+    """Bytes that so many running sessions need: each the KV of its largest prompt, and a state. The mean over all requests."""
+    numbers, largest = sessions_of(trace).numbers, dict[int, int]()
+    for session, request in zip(numbers, trace.requests, strict=True):
+        largest[session] = max(largest.get(session, 0), ceil_div(request.prompt_tokens, trace.block_tokens))
+    return at_once * (sum(map(largest.__getitem__, numbers)) / len(numbers) * block_bytes + state_bytes)
 
 
 def ceiling_tokens(trace: Trace, min_computed_tokens: int = 1) -> array[int]:

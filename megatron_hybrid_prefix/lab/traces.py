@@ -194,7 +194,7 @@ def _count(data: dict[str, Any], name: str, least: int = 1) -> int:
 def _hash_ids(data: dict[str, Any], prompt_tokens: int, block_tokens: int) -> list[int]:
     """The ids of the full blocks."""
     ids = _field(data, "hash_ids")
-    if not isinstance(ids, list) or any(type(item) is not int for item in ids):
+    if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
         raise _Malformed('"hash_ids" must be a list of whole numbers')
     full_blocks = prompt_tokens // block_tokens
     if len(ids) not in (full_blocks, ceil_div(prompt_tokens, block_tokens)):
@@ -227,21 +227,25 @@ class _Reader:
 
 
 class _IdReader(_Reader):
-    """Formats with block ids. A key is a number for (previous key, scope of the id, id). Equal keys are one object."""
+    """Formats with block ids. A key is a number for (previous key, scope of the ids, ids). Equal keys are one object."""
 
     def __init__(self, block_tokens: int | None) -> None:
         super().__init__(block_tokens)
-        self._numbers: dict[tuple[int, Any, int], int] = {}
-        self._keys: dict[int, bytes] = {}
+        self._keys: dict[tuple[Any, ...], bytes] = {}
+        # Scope, ids and keys of the latest prompt: most begin like the one before.
+        self._last: tuple[Any, list[int], list[bytes]] = (None, [], [])
 
     def keys(self, scope: Any, ids: list[int], joined: int = 1) -> list[bytes]:
         """Keys of the blocks with these ids; of each ``joined`` of them that make a block."""
-        keys: list[bytes] = []
-        numbers, number = self._numbers, 0
-        for at, item in enumerate(ids[: len(ids) // joined * joined], 1):
-            number = numbers.setdefault((number, scope, item), len(numbers) + 1)
-            if at % joined == 0:
-                keys.append(self._keys.setdefault(number, number.to_bytes(KEY_BYTES, "big")))
+        last_scope, last, keys = self._last
+        alike = next((at for at, pair in enumerate(zip(ids, last, strict=False)) if pair[0] != pair[1]), len(last))
+        keys = keys[: min(alike, len(ids)) // joined if scope == last_scope else 0]
+        known, key = self._keys, keys[-1] if keys else b""
+        for at in range((len(keys) + 1) * joined, len(ids) + 1, joined):
+            part = (key, scope, *ids[at - joined : at])
+            key = known.get(part) or known.setdefault(part, (len(known) + 1).to_bytes(KEY_BYTES, "big"))
+            keys.append(key)
+        self._last = scope, ids, keys
         return keys
 
 

@@ -85,6 +85,21 @@ class SharesMemory(Protocol):
 
 
 @runtime_checkable
+class KnowsHolders(Protocol):
+    """A policy that ranks by what evicting a state frees, and so asks which KV running requests hold."""
+
+    def know_holders(self, is_held: Callable[[Any], bool]) -> None:
+        """Running requests hold KV of the device, so that it does not go with a state. Called at most once.
+
+        Args:
+            is_held: Whether they hold the KV before a state.
+        """
+
+    def rank(self, state: Any) -> None:
+        """They do not hold the KV before ``state`` any more: evicting it frees more bytes now."""
+
+
+@runtime_checkable
 class KnowsTiers(Protocol):
     """A policy that knows which states the tier below keeps, too.
 

@@ -3,7 +3,7 @@
     value = cost of computing from the nearest kept state above up to this one  x  how likely this state is to be used
 
 The value is divided by the bytes that evicting the state frees: its own, and those of the KV that only this state makes
-useful.
+useful, unless running requests hold that.
 
 *Cost* is counted in blocks, or by a function of the model (attention makes deep blocks dearer). Only states that are
 still kept count as "above": evicting a state makes the states below it dearer. Each kept state can be reached, because
@@ -247,6 +247,7 @@ class RecomputeCostEviction[T: KeptState]:
         # Decides which KV is needed here. Below the device: by the states of all tiers, as what the device has is no loss.
         self._ancestry = known.ancestry
         self.state_blocks = 1.0  # bytes of a state in KV blocks
+        self.know_holders(lambda state: False)
         # Records are ranked when somebody asks: most change several times in between.
         self._heap: list[_Entry[T]] = []  # the least value first; some are not valid
         self._changed: dict[T, None] = {}  # to be ranked first
@@ -259,6 +260,9 @@ class RecomputeCostEviction[T: KeptState]:
 
     def share_memory(self, *, state_blocks: float) -> None:
         self.state_blocks = state_blocks
+
+    def know_holders(self, is_held: Callable[[T], bool]) -> None:
+        self._is_held = is_held
 
     def evicted_keys(self) -> Iterable[bytes]:
         """See RemembersEvicted."""
@@ -301,7 +305,7 @@ class RecomputeCostEviction[T: KeptState]:
         """The value of keeping ``state``: expected cost saved per call."""
         known = self._known
         cost = known.cost(known.depth_above_blocks(state), state.depth_blocks)
-        freed_blocks = self.state_blocks + self._ancestry.exclusive_blocks(state)
+        freed_blocks = self.state_blocks + (0 if self._is_held(state) else self._ancestry.exclusive_blocks(state))
         return cost / freed_blocks * known.records[state].cell.rate
 
     def clear(self) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
-from megatron_hybrid_prefix.policy.base import EvictionPolicy
+from megatron_hybrid_prefix.policy.base import EvictionPolicy, KnowsHolders
 from megatron_hybrid_prefix.policy.needs import TierIndex, is_guess
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import SlotPool
@@ -44,6 +44,9 @@ class KVBlocks(TierIndex[Node]):
     def __init__(self, pages: Pages, slots: SlotPool, eviction: EvictionPolicy[Node]) -> None:
         super().__init__(eviction)
         self.guesses: dict[Node, None] = {}
+        self._knows_holders = eviction if isinstance(eviction, KnowsHolders) else None
+        if self._knows_holders is not None:
+            self._knows_holders.know_holders(lambda node: self._ref_counts[node.block_id] > 0)
         self._pages, self._slots = pages, slots
         self.total_blocks = pages.total_blocks
         self.reset()
@@ -170,6 +173,8 @@ class KVBlocks(TierIndex[Node]):
         Args:
             may_go: Whether a guess may go that is not pinned.
         """
+        if not self.guesses:
+            return None
         return next((node for node in self.guesses if not self.is_pinned(node, kv=False) and may_go(node)), None)
 
     def is_pinned(self, node: Node, *, kv: bool) -> bool:
@@ -261,6 +266,8 @@ class KVBlocks(TierIndex[Node]):
         self.cached_blocks += 1
         if node not in self.users:
             self.note_kv(node)
+        elif self._knows_holders is not None and node in self.states:
+            self._knows_holders.rank(node)
 
     def _hold(self, node: Node) -> None:
         """A request holds the node's cached block."""

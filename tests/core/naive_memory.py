@@ -29,7 +29,7 @@ def needed(states: Iterable[Node]) -> set[Node]:
 class NaiveLru:
     """`lru` on the device and on the host: lists of states, used longest ago first."""
 
-    def __init__(self, state_blocks: tuple[float, ...]) -> None:
+    def __init__(self, state_blocks: tuple[float, ...], held: Callable[[Node], int]) -> None:
         self.kept: list[list[Node]] = [[] for _ in state_blocks]
 
     def added(self, tier: int, node: Node) -> None:
@@ -100,7 +100,9 @@ class NaiveMemory:
         if settings.host_pages:
             state_blocks.append(settings.host_state_pages / settings.host_kv_pages)
             policies.append(self.store.host.eviction)
-        naive = {"lru": NaiveLru, "recompute_cost": NaiveTiers}[settings.eviction_policy](tuple(state_blocks))
+        naive = {"lru": NaiveLru, "recompute_cost": NaiveTiers}[settings.eviction_policy](
+            tuple(state_blocks), self.held
+        )
         self.used: list[Node] = []
         for tier, policy in enumerate(policies):
             follow(policy, naive, tier, self.used, seen)

@@ -155,11 +155,12 @@ class NaiveTiers:
 
     Args:
         state_blocks: Bytes of a state in KV blocks, for each tier.
+        held: Whether running requests hold a node's KV on the device.
     """
 
-    def __init__(self, state_blocks: tuple[float, ...]) -> None:
+    def __init__(self, state_blocks: tuple[float, ...], held: Callable[[Node], int]) -> None:
         self.rule = NaiveRecomputeCost()
-        self.state_blocks = state_blocks
+        self.state_blocks, self.held = state_blocks, held
         self.kept: list[list[Node]] = [[] for _ in state_blocks]
 
     def added(self, tier: int, node: Node) -> None:
@@ -180,7 +181,7 @@ class NaiveTiers:
     def value(self, tier: int, node: Node) -> float:
         cost: float = node.depth_blocks - self.rule.depth_above(node)
         others = [other for kept in self.kept[: tier + 1] for other in kept]
-        cost /= self.state_blocks[tier] + exclusive(node, others)
+        cost /= self.state_blocks[tier] + (0 if tier == 0 and self.held(node) else exclusive(node, others))
         return cost * self.rule.rate(self.rule.of(node))
 
     def victim(self, tier: int, evictable: Callable[[Node], bool]) -> Node | None:

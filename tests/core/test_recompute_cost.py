@@ -86,8 +86,10 @@ def test_it_decides_so_with_its_own_constants_too():
         (Ancestry, "remove", lambda self, node: _remove(self, node) and None),
         # A use counts on both tiers.
         (RecomputeCostEviction, "used", lambda self, state: self._known.used(state)),
+        # KV that a running request holds counts as freed.
+        (RecomputeCostEviction, "know_holders", lambda self, is_held: setattr(self, "_is_held", lambda state: False)),
     ],
-    ids=["not ranked again", "counted twice"],
+    ids=["not ranked again", "counted twice", "held KV is freed"],
 )
 def test_mutants_are_found(mutant, monkeypatch):
     monkeypatch.setattr(*mutant)

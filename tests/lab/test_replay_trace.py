@@ -145,7 +145,7 @@ def test_sessions_side_by_side_hold_what_they_use_and_wait(at_once):
     # A session alone finds all of its last turn; of several some was evicted meanwhile.
     assert (sum(found.reused_tokens) == 4 * (32 + 64)) == (at_once == 1)
     assert replay(trace, at_once=at_once, **room).reused_tokens == found.reused_tokens
-    ceiling = replay(trace, at_once=at_once, **kv_alone(room, 16))
+    ceiling = replay(trace, at_once=at_once, **kv_alone(room))
     assert sum(ceiling.reused_tokens) >= sum(found.reused_tokens)
 
 
