@@ -173,8 +173,6 @@ class KVBlocks(TierIndex[Node]):
         Args:
             may_go: Whether a guess may go that is not pinned.
         """
-        if not self.guesses:
-            return None
         return next((node for node in self.guesses if not self.is_pinned(node, kv=False) and may_go(node)), None)
 
     def is_pinned(self, node: Node, *, kv: bool) -> bool:

@@ -284,7 +284,8 @@ class DeviceTier:
         """Reserves a slot, if need be by eviction of what is worth least. None: there is none."""
         if self.slots.is_full:
             next_state = self._next_unpinned if self.pins.kept else self.blocks.next_state
-            return self._slot_of(self.blocks.next_guess() or next_state())
+            guess = self.blocks.next_guess() if self.blocks.guesses else None
+            return self._slot_of(guess or next_state())
         return self.reserve_slot()
 
     def take_guess_slot(self, path: Sequence[Node]) -> int | None:
@@ -431,7 +432,7 @@ class DeviceTier:
         """
         index = self.blocks
         may_go = (lambda node: True) if for_slot else self._frees_bytes
-        state = index.next_guess(may_go)
+        state = index.next_guess(may_go) if index.guesses else None
         node = None if states_only or state is not None else index.next_kv()
         if node is not None:
             self._drop_kv(node)

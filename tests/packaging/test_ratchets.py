@@ -31,18 +31,18 @@ _TOOL = 3  # of sys.monitoring: none that Python names
 _ROOT = Path(megatron_hybrid_prefix.__file__).parent
 LOOK_AT_WEIGHTS = {"mcore/state/weights.py", "ops/samples.py"}  # once after idle time, whatever the prompt
 MOST = {
-    "lines: core": 10_066,
+    "lines: core": 10_065,
     "lines: mcore": 7_157,
     "lines: upstream and platform": 6_122,
     "lines: serve, cli and console": 7_316,
-    "lines: package": 47_941,
+    "lines: package": 47_940,
     "lines: tests": 54_849,
     "files: cold": 42,
     "files: hit": 42,
     "files: host": 50,
     "files: folder": 58,
-    "changes of file: hit beside full memories": 393,
-    "changes of file: host": 431,
+    "changes of file: hit beside full memories": 389,
+    "changes of file: host": 428,
     "functions: cold": 563,
     "functions: hit": 487,
     "names: cache": 46,
