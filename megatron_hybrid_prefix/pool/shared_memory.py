@@ -141,10 +141,10 @@ class SharedMemory:
         own, layout = self.first_page_slot, self.layout
         if 0 <= slot < own:
             return slot * self._state_bytes // self._row_bytes
-        if layout is None or not own <= slot < own + layout.slots:
-            raise ValueError(f"slot {slot} does not exist: there are {own + (layout.slots if layout else 0)}")
-        page, place = divmod(slot - own, layout.page_states)
-        return (self._pages_bytes + page * layout.page_bytes + place * self._state_bytes) // ALIGNMENT_BYTES
+        slots = own + (layout.pages * layout.page_slots if layout else 0)
+        if layout is None or not own <= slot < slots:
+            raise ValueError(f"slot {slot} does not exist: there are {slots}")
+        return (self._pages_bytes + layout.place(slot - own)) // ALIGNMENT_BYTES
 
     def state(self, slot: int) -> dict[str, torch.Tensor]:
         """The state in a slot, by component name: (layers of its kind, *shape), a view."""
@@ -174,9 +174,16 @@ class SharedMemory:
 
     def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, one after another: (from block, to block)."""
+        self._move(self.kv_rows, moves)
+
+    def move_states(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy whole checkpoints, one after another: (from slot, to slot)."""
+        self._move(self.state_rows, [(self.row(source), self.row(target)) for source, target in moves])
+
+    def _move(self, rows: torch.Tensor, moves: Sequence[tuple[int, int]]) -> None:
         for batch in _independent(moves):
             sources, targets = (self._on_device(ids) for ids in zip(*batch, strict=True))
-            copy_slots(self.kv_rows, self.kv_rows, sources, targets)
+            copy_slots(rows, rows, sources, targets)
 
     def _on_device(self, ids: Iterable[int]) -> torch.Tensor:
         return ids_on_device(ids, self.buffer.device)

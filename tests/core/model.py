@@ -37,6 +37,7 @@ from megatron_hybrid_prefix.tiers.units import (
     LoadOver,
     LoadState,
     PageClear,
+    StateMove,
     Tag,
 )
 from tests.core.naive_memory import NaiveMemory
@@ -147,7 +148,7 @@ class ModelEngine:
         self.cache = cache
         sizes = cache.settings
         self.kv_blocks, self.first_slot, self.block_tokens = sizes.kv_blocks, sizes.first_state_slot, sizes.block_tokens
-        self.page_blocks, self.page_states = sizes.page_blocks, sizes.page_states
+        self.page_blocks, self.page_sizes = sizes.page_blocks, cache._device.pages.page_sizes
         self.pages = sizes.kv_blocks // sizes.page_blocks
         self.computed: set[Content] = set()  # all that was ever matchable
         self.begun: dict[Any, Any] = {}  # last salt by the first block; last epoch by salt and first block
@@ -170,6 +171,7 @@ class ModelEngine:
         self.of_session: dict[str, Any] = {}  # the session of the next requests: arguments of `HybridPrefixCache.admit`
         self.publishes_early = False  # whether forwards are published once they are launched
         self.counted = dict.fromkeys(COUNTED, 0)
+        self.owners: list[set[str]] = [set() for _ in range(self.pages)]  # who ever wrote to each page
 
     # -- what should be there ------------------------------------------------------------------------------------------
 
@@ -190,6 +192,10 @@ class ModelEngine:
             if isinstance(unit, BlockMove):
                 self.seen["moved"] += 1
                 self.put_block(unit.target_block, self.blocks[unit.source_block])
+                continue
+            if isinstance(unit, StateMove):
+                self.seen["states moved"] += 1
+                self.put_state(unit.target_slot, self.slots[unit.source_slot])
                 continue
             if isinstance(unit, PageClear):
                 self.seen["cleared"] += 1
@@ -236,13 +242,17 @@ class ModelEngine:
         assert self.is_copying or block_id not in self.with_old_state, "KV is written beside what a state left"
         self.with_old_state.discard(block_id)
         self.blocks[block_id] = content
-        first = self.first_slot + block_id // self.page_blocks * self.page_states
-        self.slots.update(dict.fromkeys(range(first, first + self.page_states), GARBAGE))
+        if block_id // self.page_blocks < self.pages and content != GARBAGE:
+            self.owners[block_id // self.page_blocks].add("kv")
+        self.slots.update(dict.fromkeys(self.memory.slots_of(block_id // self.page_blocks), GARBAGE))
 
     def put_state(self, slot: int, content: Content) -> None:
         self.slots[slot] = content
         if slot < LIVE_SLOTS:
-            blocks = self.blocks_of(self.memory.page_of(slot))
+            page = self.memory.page_of(slot)
+            self.owners[page].add("live" if self.memory.size_of(slot) < len(self.page_sizes) - 1 else "checkpoint")
+            blocks, size = self.blocks_of(page), self.memory.size_of(slot)
+            self.slots |= {each: GARBAGE for each in self.memory.slots_of(page) if self.memory.size_of(each) != size}
             self.blocks.update(dict.fromkeys(blocks, GARBAGE))
             self.with_old_state.update(blocks)
 
@@ -604,10 +614,15 @@ class ModelEngine:
         slots, cap = self.cache._device.slots, self.cache.settings.state_slots
         pages, size = self.cache._device.pages, self.page_blocks
         free_ids = set(pages.free_ids())
-        taken = [pages.is_state(page) or free_ids.issuperset(self.blocks_of(page)) for page in range(self.pages)]
-        free = sum(taken[self.memory.page_of(slot)] for slot in slots.slots_in(SlotState.FREE))
+        last, owners = len(self.page_sizes) - 1, self.memory.owners()
+        taken = [
+            owners[page] == last or (owners[page] is None and free_ids.issuperset(self.blocks_of(page)))
+            for page in range(self.pages)
+        ]
+        slots_left = [slot for slot in slots.slots_in(SlotState.FREE) if self.memory.size_of(slot) == last]
+        free = sum(taken[self.memory.page_of(slot)] for slot in slots_left)
         if not free:
-            free = self.page_states * (pages.unheld_pages > 0 and pages.free_blocks >= size)
+            free = self.page_sizes[last] * (pages.unheld_pages > 0 and pages.free_blocks >= size)
         return free if cap is None else min(free, max(0, cap - slots.cached_slots))
 
     def grow(self, request: Request, end: int) -> bool:
