@@ -171,12 +171,6 @@ class PageLayout:
         """Slots of a page, of all sizes."""
         return self.page_live + self.page_states
 
-    def place(self, number: int) -> int:
-        """Bytes from the first page to the slot with this number, from 0."""
-        page, place = divmod(number, self.page_slots)
-        inside = place * self.live_bytes if place < self.page_live else (place - self.page_live) * self.state_bytes
-        return page * self.page_bytes + inside
-
     def cache_sizes(self) -> dict[str, Any]:
         """Arguments of `CacheSettings`."""
         return {

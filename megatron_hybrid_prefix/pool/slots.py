@@ -56,7 +56,8 @@ class SlotPool:
         most_cached: Most slots that are reserved, published or retired.
         checkpoint_size: Number of the size of checkpoints: that of live states, `LIVE_SIZE`, or the one after.
         used_slots: Slots in use, with live ones.
-        live_slots: Slots of running requests: live ones, and all that checkpoints do not fit.
+        live_slots: Slots of running requests: live ones, and reserved ones of a size of their own.
+        holes: Free slots in pages that have checkpoints; 0 if there is one size.
         stuck_pages: Pages with a slot that cannot become free by eviction: reserved, live, pinned or retired.
     """
 
@@ -79,8 +80,7 @@ class SlotPool:
         self._size_of = bytearray(len(self.pages))  # of these pages
         self._open = [PageHeap(most_first=False) for _ in self.pages.page_sizes]  # those of a size by free slots
         self._stuck = array("i", bytes(4 * len(self.pages)))  # slots that eviction cannot free, by page
-        self._free_places = 0  # of pages of checkpoints
-        self.used_slots = self.live_slots = self.stuck_pages = 0
+        self.used_slots = self.live_slots = self.stuck_pages = self.holes = 0
 
     @property
     def cached_slots(self) -> int:
@@ -116,14 +116,14 @@ class SlotPool:
             self.pages.give_to_state(page)
             self._size_of[page] = size
             self._places[page] = list(reversed(self._ids(page)))  # a stack with the lowest id on top
-            self._free_places += self._states_of(page)
+            self.holes += len(self._places[page]) * (size > LIVE_SIZE)
         places = self._places[page]
         index = places.pop()
-        self._free_places -= size == self.checkpoint_size
+        self.holes -= size > LIVE_SIZE
         if places:
             self._open[size].push(page, len(places))
         self.used_slots += 1
-        self.live_slots += self._is_live(page, SlotState.RESERVED)
+        self.live_slots += size != self.checkpoint_size
         self._state[index] = SlotState.RESERVED
         self._stick(page, 1)
         return self.first_slot + index
@@ -178,7 +178,7 @@ class SlotPool:
             Moves: (from slot, to slot).
         """
         size = self.checkpoint_size
-        if not size or self._free_places < self.pages.page_sizes[size]:
+        if size == LIVE_SIZE or self.holes < self.pages.page_sizes[size]:
             return []
         loose = [page for page in self._places if self._size_of[page] == size and not self._stuck[page]]
         if not loose:
@@ -200,10 +200,12 @@ class SlotPool:
     def make_live(self, slot: int) -> None:
         """Gives the reserved ``slot`` to a running request."""
         self._move(slot, SlotState.RESERVED, SlotState.LIVE)
+        self.live_slots += self.checkpoint_size == LIVE_SIZE
 
     def end_live(self, slot: int) -> None:
         """Frees the slot of a request that ended."""
         self._move(slot, SlotState.LIVE, SlotState.FREE)
+        self.live_slots -= self.checkpoint_size == LIVE_SIZE
 
     def slots_in(self, state: SlotState) -> list[int]:
         """Ids of the slots in ``state``, ascending; O(slots)."""
@@ -218,24 +220,20 @@ class SlotPool:
                 raise CacheCorruptionError(f"slot {self.first_slot + index}: {pins} pins while {SlotState(state).name}")
             if not pins and state == SlotState.RETIRED:
                 raise CacheCorruptionError(f"slot {self.first_slot + index} leaked: it is retired and has no pin")
-            of_live = self._size_of[index // self._slots] != self.checkpoint_size
-            if (
-                self.checkpoint_size
-                and state not in (SlotState.FREE, SlotState.RESERVED)
-                and of_live != (state == SlotState.LIVE)
-            ):
+            is_wrong = self._size_of[index // self._slots] != self.checkpoint_size * (state != SlotState.LIVE)
+            if is_wrong and state not in (SlotState.FREE, SlotState.RESERVED):
                 raise CacheCorruptionError(
-                    f"slot {self.first_slot + index} is {SlotState(state).name} in a page of the other size"
+                    f"slot {self.first_slot + index} is {SlotState(state).name}, of a wrong size"
                 )
         if stuck != self._stuck or self.stuck_pages != sum(map(bool, stuck)):
             raise CacheCorruptionError(f"{sum(map(bool, stuck))} pages cannot be evicted, counted {self.stuck_pages}")
-        counts = (self.used_slots, self.live_slots)
-        live = sum(self._is_live(index // self._slots, state) for index, state in enumerate(self._state))
-        found = self.total_slots - self._state.count(SlotState.FREE), live
-        if counts != found:
-            raise CacheCorruptionError(f"slots in use, live slots: counted {counts}, are {found}")
-        if self._free_places != sum(len(self._places[page]) for page in self._places if self._states_of(page)):
-            raise CacheCorruptionError(f"free slots in pages of checkpoints: not {self._free_places}")
+        counts = (self.used_slots, self.live_slots, self.holes)
+        used = [index for index, state in enumerate(self._state) if state != SlotState.FREE]
+        others = [index for index in used if self._size_of[index // self._slots] != self.checkpoint_size]
+        live = len(others) if others else self._state.count(SlotState.LIVE)
+        holes = sum(len(places) for page, places in self._places.items() if self._size_of[page])
+        if (found := (len(used), live, holes)) != counts:
+            raise CacheCorruptionError(f"slots in use, live slots, holes: counted {counts}, are {found}")
         for page in range(len(self.pages)):
             ids, every = self._ids(page), range(page * self._slots, (page + 1) * self._slots)
             used = [index for index in every if self._state[index] != SlotState.FREE]
@@ -256,15 +254,6 @@ class SlotPool:
         first = page * self._slots + sum(self.pages.page_sizes[:size])
         return range(first, first + self.pages.page_sizes[size])
 
-    def _states_of(self, page: int) -> int:
-        """Checkpoints that the page has room for; 0 if it has live states only."""
-        size = self._size_of[page]
-        return self.pages.page_sizes[size] if size == self.checkpoint_size else 0
-
-    def _is_live(self, page: int, state: int) -> bool:
-        """Whether a slot of the page in this state is one of a running request."""
-        return state == SlotState.LIVE or (state != SlotState.FREE and self._size_of[page] != self.checkpoint_size)
-
     def _index(self, slot: int) -> int:
         index = slot - self.first_slot
         if not 0 <= index < self.total_slots:
@@ -277,7 +266,6 @@ class SlotPool:
             raise CacheCorruptionError(f"slot {slot} is {self.state(slot).name}, expected {source.name}")
         self._state[index] = target
         page = index // self._slots
-        self.live_slots += self._is_live(page, target) - self._is_live(page, source)
         if (target in _FIXED) != (source in _FIXED):
             self._stick(page, 1 if target in _FIXED else -1)
         if target == SlotState.FREE:
@@ -285,10 +273,11 @@ class SlotPool:
             places.append(index)
             self.used_slots -= 1
             size = self._size_of[page]
-            self._free_places += size == self.checkpoint_size
+            self.live_slots -= size != self.checkpoint_size
+            self.holes += size > LIVE_SIZE
             if len(places) == self.pages.page_sizes[size]:
+                self.holes -= len(places) * (size > LIVE_SIZE)
                 del self._places[page]
-                self._free_places -= self._states_of(page)
                 self.pages.take_from_state(page)
             else:
                 self._open[size].push(page, len(places))

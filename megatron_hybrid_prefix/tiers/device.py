@@ -146,7 +146,7 @@ class DeviceTier:
     def take_blocks(self, count: int) -> list[int]:
         """Takes ``count`` of the available blocks. Evicts what is worth least per byte, KV or states."""
         while self.pages.free_blocks < count:
-            if not (self._gather_states() or self.evict_next()):
+            if not (self.slots.holes and self._gather_states()) and not self.evict_next():
                 raise CacheCorruptionError("more blocks taken than available")
         block_ids = self.blocks.take(count)
         # Bytes of states are cleared before KV is written to their pages.
@@ -405,22 +405,22 @@ class DeviceTier:
 
     def reserve_slot(self, size: int) -> int | None:
         """Reserves a slot of a size, if need be after moves and evictions. None: none can be made free."""
-        pages = self.pages
+        pages, for_slot = self.pages, size == self.slots.checkpoint_size
         while True:
             slot = self.reserve_free_slot(size)
             if slot is not None:
                 return slot
+            if not for_slot and self._gather_states():
+                continue
             # No KV page can be emptied: only a state's own page helps.
             blocked = pages.unheld_pages == 0
             self._blocked_slots += blocked and pages.free_blocks >= pages.page_blocks
-            if not self.evict_next(for_slot=size == self.slots.checkpoint_size, states_only=blocked):
+            if not self.evict_next(for_slot=for_slot, states_only=blocked):
                 return None
 
     def reserve_free_slot(self, size: int) -> int | None:
         """Reserves a slot of a size for a guess: if need be after moves, but without eviction. None: there is none."""
         slot = self.slots.reserve(size)
-        if slot is None and self._gather_states():
-            slot = self.slots.reserve(size)
         if slot is None and self.pages.can_be_emptied():
             _, moves = self.pages.empty()
             self.blocks.move(moves)

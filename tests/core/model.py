@@ -171,7 +171,7 @@ class ModelEngine:
         self.of_session: dict[str, Any] = {}  # the session of the next requests: arguments of `HybridPrefixCache.admit`
         self.publishes_early = False  # whether forwards are published once they are launched
         self.counted = dict.fromkeys(COUNTED, 0)
-        self.owners: list[set[str]] = [set() for _ in range(self.pages)]  # who ever wrote to each page
+        self.owner: dict[int, Any] = {}  # who wrote to each page last: KV (None), or states of a size
 
     # -- what should be there ------------------------------------------------------------------------------------------
 
@@ -242,19 +242,23 @@ class ModelEngine:
         assert self.is_copying or block_id not in self.with_old_state, "KV is written beside what a state left"
         self.with_old_state.discard(block_id)
         self.blocks[block_id] = content
-        if block_id // self.page_blocks < self.pages and content != GARBAGE:
-            self.owners[block_id // self.page_blocks].add("kv")
+        if content != GARBAGE:
+            self.note_owner(block_id // self.page_blocks, None)
         self.slots.update(dict.fromkeys(self.memory.slots_of(block_id // self.page_blocks), GARBAGE))
 
     def put_state(self, slot: int, content: Content) -> None:
         self.slots[slot] = content
         if slot < LIVE_SLOTS:
             page = self.memory.page_of(slot)
-            self.owners[page].add("live" if self.memory.size_of(slot) < len(self.page_sizes) - 1 else "checkpoint")
             blocks, size = self.blocks_of(page), self.memory.size_of(slot)
+            self.note_owner(page, size)
             self.slots |= {each: GARBAGE for each in self.memory.slots_of(page) if self.memory.size_of(each) != size}
             self.blocks.update(dict.fromkeys(blocks, GARBAGE))
             self.with_old_state.update(blocks)
+
+    def note_owner(self, page: int, owner: int | None) -> None:
+        self.seen["pages that changed their owner"] += self.owner.setdefault(page, owner) != owner
+        self.owner[page] = owner
 
     def put_live(self, request: Request, content: Content) -> None:
         request.live_state = content
