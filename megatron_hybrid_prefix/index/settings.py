@@ -19,7 +19,7 @@ class CacheSettings:
         kv_blocks: KV blocks that fit into the memory, ids 0 .. kv_blocks - 1, if there are no states. Does not count megatron's
             dummy block.
         page_blocks: KV blocks whose memory a page of states takes.
-        page_states: States in a page.
+        page_states: States in a page; or live states, and checkpoints, where these have fewer bytes and a page has one or the other.
         state_slots: Most cached states. Is no reservation: KV may evict states below it. 0 disables reuse. None: as many as fit.
         first_state_slot: Id of the first slot of the pages. Lower ids are the engine's own slots.
         live_states: Whether the states of running requests are in the pages, too. False: the engine has slots of its own for
@@ -45,7 +45,7 @@ class CacheSettings:
     block_tokens: int
     kv_blocks: int
     page_blocks: int = 1
-    page_states: int = 1
+    page_states: int | tuple[int, int] = 1
     state_slots: int | None = None
     first_state_slot: int = 0
     live_states: bool = True

@@ -12,7 +12,10 @@ from dataclasses import dataclass, replace
 
 from megatron_hybrid_prefix.support.arithmetic import round_up
 
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+CHECKPOINT_DTYPES = ("bfloat16", "int8")
+CODES = ("int8", "row_scales", "column_scales")
+"""What a checkpoint in int8 has of a component, by the end of the names (``ops/state_codes.py``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +27,7 @@ class StateComponent:
         shape: Shape of one state in one layer, on this rank.
         dtype: Name of the torch dtype.
         accumulates: Whether it accumulates over tokens, so that its dtype is ``HybridPrefixConfig.state_dtype`` where that is
-            set.
+            set, and a checkpoint may keep it in fewer bytes (`SlotLayout.kept_in`).
 
     Raises:
         ValueError: The dtype is unknown, or the shape has no elements.
@@ -110,6 +113,44 @@ class SlotLayout:
 
         kinds = (replace(layout, components=tuple(map(changed, layout.components))) for layout in self.kinds)
         return SlotLayout(tuple(kinds))
+
+    def kept_in(self, dtype: str | None) -> SlotLayout:
+        """What a checkpoint holds of the same states: what accumulates over tokens in another dtype, windows as they are.
+
+        Args:
+            dtype: One of `CHECKPOINT_DTYPES`; None: as it is.
+
+        Raises:
+            ValueError: The dtype is unknown, or a kind has nothing that can be kept in it.
+        """
+        if dtype is None:
+            return self
+        if dtype not in CHECKPOINT_DTYPES:
+            names = " or ".join(map(repr, CHECKPOINT_DTYPES))
+            raise ValueError(f"checkpoint_dtype={dtype!r}: must be {names}, or None")
+        if dtype != "int8":
+            return self.with_dtypes(state=dtype, window=None)
+        kinds = []
+        for layout in self.kinds:
+            if not any(each.accumulates and len(each.shape) > 1 for each in layout.components):
+                raise ValueError(
+                    f"checkpoint_dtype={dtype!r}: layers of kind {layout.kind} have no matrices that accumulate"
+                )
+            parts = (part for each in layout.components for part in _in_int8(each))
+            kinds.append(replace(layout, components=tuple(parts)))
+        return SlotLayout(tuple(kinds))
+
+
+def _in_int8(component: StateComponent) -> tuple[StateComponent, ...]:
+    """Matrices are the last two dimensions of what accumulates."""
+    if not component.accumulates or len(component.shape) < 2:
+        return (component,)
+    *others, rows, columns = component.shape
+    shapes = (component.shape, (*others, rows), (*others, columns))
+    return tuple(
+        replace(component, name=f"{component.name}_{code}", shape=shape, dtype="bfloat16" if scales else "int8")
+        for scales, (code, shape) in enumerate(zip(CODES, shapes, strict=True))
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,14 @@ To give a page to a state, its blocks must be free. If no page is empty, the pag
 its blocks move into holes of other pages. Only blocks that no request holds may move. New blocks go to the fullest page
 that has a hole. So holes are rare, and the blocks of running requests lie close together.
 
+Where checkpoints are kept in fewer bytes than live states, a page of states has either: so many live states, or so many checkpoints. It
+has slots of both sizes, and those of one size are in use::
+
+    page 0                  page 1
+    | block 0 | 1 | 2 | 3 | | block 4 | 5 | 6 | 7 |
+    | slot 0 (live)     | | | slot 5 (live)     | |
+    | 1   | 2   | 3   | 4 | | 6   | 7   | 8   | 9 |
+
 Little of a page is lost. Where a state needs little more than n blocks, blocks are spaced a little wider instead, so that n of
 them hold it. Where a state is smaller than a block, or not much larger, a page has several slots (`PageLayout.of`).
 
@@ -41,6 +49,7 @@ ALIGNMENT_BYTES = 256
 _STATE_SHARE = 0.25  # of the bytes, in a good mix (docs/benchmarks.md): weighs padding of states against padding of KV
 _MOST_LOST = 0.1  # of a page of states
 _MOST_LOST_OF_KV = 0.04  # of a block, which may be most of the memory
+_MOST_LOST_OF_LIVE = 0.25  # of a page of live states that are larger than checkpoints: there are few
 _MOST_STATES = 64  # in a page
 
 
@@ -55,10 +64,12 @@ class PageLayout:
 
     Attributes:
         block_bytes: Bytes from one KV block to the next: those of all its attention layers, and padding.
-        state_bytes: Bytes of a state, in all recurrent layers.
+        state_bytes: Bytes of a checkpoint, in all recurrent layers.
         page_blocks: KV blocks in a page.
-        page_states: States in a page.
+        page_states: Checkpoints in a page that has checkpoints.
         total_blocks: KV blocks that fit.
+        live_bytes: Bytes of a live state; 0: those of a checkpoint, and a page may have both.
+        page_live: Live states in a page that has live states; 0 with ``live_bytes``.
     """
 
     block_bytes: int
@@ -66,33 +77,53 @@ class PageLayout:
     page_blocks: int
     page_states: int
     total_blocks: int = 0
+    live_bytes: int = 0
+    page_live: int = 0
 
     @classmethod
-    def of(cls, *, block_bytes: int, state_bytes: int, alignment_bytes: int = 1) -> PageLayout:
+    def of(cls, *, block_bytes: int, state_bytes: int, live_bytes: int = 0, alignment_bytes: int = 1) -> PageLayout:
         """The layout that loses least, with as few states in a page as lose at most a tenth of a page and 4 % of a block.
+
+        A page holds a live state, too, and live states lose at most a quarter of it.
 
         States take whole blocks, rounded up. Or they take one block less, of as many bytes as that needs. A state of 9.07
         blocks: 10 blocks, of which states lose 9.3 %; or 9 blocks that are 0.7 % larger.
 
         Args:
             block_bytes: Bytes of a KV block, without padding.
-            state_bytes: Bytes of a state.
+            state_bytes: Bytes of a checkpoint.
+            live_bytes: Bytes of a live state, if it is larger; else 0.
             alignment_bytes: The distance of blocks is a multiple of it, if it is not ``block_bytes``.
 
         Raises:
-            ValueError: A size is below 1.
+            ValueError: A size is below 1, or ``live_bytes`` is below ``state_bytes``.
         """
         if block_bytes < 1 or state_bytes < 1:
             raise ValueError(f"block_bytes={block_bytes}, state_bytes={state_bytes}: must be 1 or more")
+        if live_bytes and live_bytes < state_bytes:
+            raise ValueError(f"live_bytes={live_bytes}: must be 0, or state_bytes={state_bytes} or more")
         found: list[tuple[float, float, PageLayout]] = []
-        for states in range(1, _MOST_STATES + 1):
+        least = max(1, live_bytes // state_bytes)
+        for states in range(least, least + _MOST_STATES):
             fewer, more = states * state_bytes // block_bytes, ceil_div(states * state_bytes, block_bytes)
             for blocks in {fewer or more, more}:
                 step_bytes = max(block_bytes, round_up(ceil_div(states * state_bytes, blocks), alignment_bytes))
                 of_page, of_block = 1 - states * state_bytes / (blocks * step_bytes), 1 - block_bytes / step_bytes
                 lost = _STATE_SHARE * of_page + (1 - _STATE_SHARE) * of_block
-                layout = cls(block_bytes=step_bytes, state_bytes=state_bytes, page_blocks=blocks, page_states=states)
-                found.append((max(of_page / _MOST_LOST, of_block / _MOST_LOST_OF_KV), lost, layout))
+                live = blocks * step_bytes // live_bytes if live_bytes else 0
+                if live_bytes and not live:
+                    continue
+                of_live = 1 - live * live_bytes / (blocks * step_bytes) if live else 0.0
+                shares = of_page / _MOST_LOST, of_block / _MOST_LOST_OF_KV, of_live / _MOST_LOST_OF_LIVE
+                layout = cls(
+                    block_bytes=step_bytes,
+                    state_bytes=state_bytes,
+                    page_blocks=blocks,
+                    page_states=states,
+                    live_bytes=live_bytes,
+                    page_live=live,
+                )
+                found.append((max(shares), lost, layout))
             if any(most <= 1 for most, _, _ in found):
                 found = [each for each in found if each[0] <= 1]
                 break
@@ -122,7 +153,7 @@ class PageLayout:
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of a page that its states leave unused."""
+        """Bytes of a page that its checkpoints leave unused."""
         return self.page_bytes - self.page_states * self.state_bytes
 
     @property
@@ -132,15 +163,20 @@ class PageLayout:
 
     @property
     def slots(self) -> int:
-        """States that fit, if there is no KV."""
+        """Checkpoints that fit, if there is nothing else."""
         return self.pages * self.page_states
+
+    @property
+    def page_slots(self) -> int:
+        """Slots of a page, of all sizes."""
+        return self.page_live + self.page_states
 
     def cache_sizes(self) -> dict[str, Any]:
         """Arguments of `CacheSettings`."""
         return {
             "kv_blocks": self.total_blocks,
             "page_blocks": self.page_blocks,
-            "page_states": self.page_states,
+            "page_states": (self.page_live, self.page_states) if self.page_live else self.page_states,
         }
 
 
@@ -187,24 +223,28 @@ class Pages:
     Args:
         blocks: KV blocks that fit.
         page_blocks: KV blocks in a page.
-        page_states: States in a page.
+        page_states: States in a page; or live states, and checkpoints, where a page has one or the other.
 
     Raises:
         ValueError: A number is negative, or a page has no block or no state.
 
     Attributes:
+        page_sizes: States in a page of each size: of one size, or of live states and of checkpoints.
+        page_slots: Slots of a page, of all sizes.
         pages_to_states: Pages given to a state so far, of those that last held KV.
         pages_to_kv: Pages given to KV blocks so far, of those that last held a state.
         with_old_state: Pages that were given to KV blocks and still hold the bytes of a state. The caller has them cleared, and
             empties the list.
     """
 
-    def __init__(self, blocks: int, page_blocks: int, page_states: int = 1) -> None:
-        if blocks < 0 or page_blocks < 1 or page_states < 1:
+    def __init__(self, blocks: int, page_blocks: int, page_states: int | tuple[int, int] = 1) -> None:
+        self.page_sizes = (page_states,) if isinstance(page_states, int) else page_states
+        self.page_slots = sum(self.page_sizes)
+        if blocks < 0 or page_blocks < 1 or min(self.page_sizes) < 1:
             raise ValueError(
                 f"kv_blocks={blocks}, page_blocks={page_blocks}, page_states={page_states}: must be 0, 1 and 1 or more"
             )
-        self.total_blocks, self.page_blocks, self.page_states = blocks, page_blocks, page_states
+        self.total_blocks, self.page_blocks = blocks, page_blocks
         self._whole = blocks // page_blocks
         self.pages_to_states = self.pages_to_kv = 0
         self.with_old_state: list[int] = []
@@ -325,7 +365,7 @@ class Pages:
         return page, list(zip(used, targets, strict=True))
 
     def give_to_state(self, page: int) -> None:
-        """Gives an empty page to its slot."""
+        """Gives an empty page to its slots."""
         if page >= self._whole or self._is_state[page] or len(self._free_ids[page]) != self.page_blocks:
             raise CacheCorruptionError(f"page {page} is given to a state, but is not empty")
         self._is_state[page] = 1

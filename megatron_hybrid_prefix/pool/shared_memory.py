@@ -8,7 +8,8 @@ The engine's own slots are never given to the cache: rows without a request use 
 After the last whole page there are only blocks, and the last of them is megatron's dummy block. So all of the budget but less
 than one block is used.
 
-KV blocks are block-major: a block of all attention layers is contiguous. So are states: all layers, component by component.
+KV blocks are block-major: a block of all attention layers is contiguous. So are states: all layers, component by component. Where checkpoints
+are kept in fewer bytes they have components of their own, and a page has live states or checkpoints.
 A state takes its own bytes, wherever it lies. Kernels find it by its *row*: the number of `ALIGNMENT_BYTES` before it. So
 tensors of states have a row for each multiple of `ALIGNMENT_BYTES`, and rows overlap; `SharedMemory.row` gives that of a slot.
 Without KV here, a row is a state, and equals its slot. The views never change, so addresses do not either.
@@ -23,8 +24,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
+from megatron_hybrid_prefix.ops.state_codes import decode, encode
 from megatron_hybrid_prefix.ops.triton_or_torch import ids_on_device
-from megatron_hybrid_prefix.pool.layout import RingLayout, SlotLayout
+from megatron_hybrid_prefix.pool.layout import CODES, RingLayout, SlotLayout
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
 from megatron_hybrid_prefix.support.arithmetic import round_up
 
@@ -73,18 +75,20 @@ class SharedMemory:
         requests: Maximum of running requests: each has rings.
         layout: Blocks and pages, as on all ranks; None: megatron has the KV, and there are only the engine's own slots.
         block: Shape of a block, with ``layout``.
+        kept: Content of a checkpoint's slot, with ``layout.page_live``; None: as of ``slots``.
         device: Device of the buffer.
 
     Attributes:
         buffer: (bytes,) uint8.
         kv: (*block.before, blocks with the dummy block, *block.after); not without ``layout``.
         routes: (blocks with the dummy block, *block.routes); not without ``layout``. They are part of a block, so they go where it goes.
-        states: By component name, (layers of its kind, rows, *component shape).
+        states: Live states by component name, (layers of its kind, rows, *component shape).
+        checkpoints: Checkpoints, likewise; these tensors if they are as live states are.
         rings: By component name of a ring, (layers of its kind, requests, *component shape).
         ring_layout: What they are.
         first_page_slot: Slot of the first page. Those before it are the engine's.
         kv_rows: (1, blocks with the dummy block, bytes of a block) uint8: whole blocks; not without ``layout``.
-        state_rows: (1, rows, bytes of a state) uint8: whole states.
+        state_rows: (1, rows, bytes of a checkpoint) uint8: whole checkpoints.
     """
 
     kv: torch.Tensor
@@ -100,6 +104,7 @@ class SharedMemory:
         requests: int,
         layout: PageLayout | None = None,
         block: BlockShape | None = None,
+        kept: SlotLayout | None = None,
         device: torch.device | int | str,
     ) -> None:
         self.layout, self.first_page_slot = layout, own_slots
@@ -108,26 +113,25 @@ class SharedMemory:
         self.ring_layout = rings
         pages_bytes = own_bytes(state_bytes, rings, own_slots=own_slots, requests=requests)
         self._pages_bytes = pages_bytes  # where the first page begins
-        blocks = step_bytes = 0
+        blocks = step_bytes = self._pages = self._page_bytes = 0
+        self._places = [0]  # bytes before each slot of a page
         if layout is not None:
-            assert block is not None
+            assert block is not None and (kept is not None) == bool(layout.page_live)
             blocks, step_bytes = layout.total_blocks + 1, layout.block_bytes
-            assert layout.page_states * state_bytes <= layout.page_bytes and block.bytes <= step_bytes
+            self._pages, self._page_bytes = layout.pages, layout.page_bytes
+            sizes = ((layout.page_live, state_bytes), (layout.page_states, slot_bytes(kept or slots)))
+            assert max(count * size for count, size in sizes) <= layout.page_bytes and block.bytes <= step_bytes
+            self._places = [number * size for count, size in sizes for number in range(count)]
         self.buffer = torch.zeros(pages_bytes + blocks * step_bytes, dtype=torch.uint8, device=device)
         if block is not None:
             self.kv = _view(self.buffer, block.dtype, pages_bytes, block.before, (blocks, step_bytes), block.after)
             begin = pages_bytes + block.kv_bytes
             self.routes = _view(self.buffer, block.routes_dtype, begin, (), (blocks, step_bytes), block.routes)
             self.kv_rows = self.buffer.as_strided((1, blocks, block.bytes), (0, step_bytes, 1), pages_bytes)
-        rows = (len(self.buffer) - state_bytes) // self._row_bytes + 1
-        self.state_rows = self.buffer.as_strided((1, rows, state_bytes), (0, self._row_bytes, 1))
-        self.states: dict[str, torch.Tensor] = {}
-        offset = 0
-        for (of_kind, component), count_bytes in zip(slots, _component_bytes(slots), strict=True):
-            entries = rows, self._row_bytes
-            dtype, layers = getattr(torch, component.dtype), (of_kind.layers,)
-            self.states[component.name] = _view(self.buffer, dtype, offset, layers, entries, component.shape)
-            offset += count_bytes
+        self.states, self.state_rows = self._states(slots)
+        self.checkpoints = self.states
+        if kept is not None:
+            self.checkpoints, self.state_rows = self._states(kept)
         self.rings: dict[str, torch.Tensor] = {}
         offset = own_slots * state_bytes
         for of_kind, component in ((of, each) for of in rings.kinds for each in of.components):
@@ -136,24 +140,39 @@ class SharedMemory:
             self.rings[component.name] = self.buffer[offset : offset + size].view(dtype).view(shape)
             offset += round_up(size, ALIGNMENT_BYTES)
 
+    def _states(self, slots: SlotLayout) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Views of states of this layout in any row: of each component, and of whole states."""
+        size = slot_bytes(slots)
+        entries = (len(self.buffer) - size) // self._row_bytes + 1, self._row_bytes
+        views: dict[str, torch.Tensor] = {}
+        offset = 0
+        for (of_kind, component), count_bytes in zip(slots, _component_bytes(slots), strict=True):
+            dtype, layers = getattr(torch, component.dtype), (of_kind.layers,)
+            views[component.name] = _view(self.buffer, dtype, offset, layers, entries, component.shape)
+            offset += count_bytes
+        return views, self.buffer.as_strided((1, entries[0], size), (0, self._row_bytes, 1))
+
     def row(self, slot: int) -> int:
         """The row of a slot. Raises ValueError if there is no such slot."""
-        own, layout = self.first_page_slot, self.layout
+        own = self.first_page_slot
         if 0 <= slot < own:
             return slot * self._state_bytes // self._row_bytes
-        if layout is None or not own <= slot < own + layout.slots:
-            raise ValueError(f"slot {slot} does not exist: there are {own + (layout.slots if layout else 0)}")
-        page, place = divmod(slot - own, layout.page_states)
-        return (self._pages_bytes + page * layout.page_bytes + place * self._state_bytes) // ALIGNMENT_BYTES
+        page, place = divmod(slot - own, len(self._places))
+        if not 0 <= page < self._pages:
+            raise ValueError(f"slot {slot} does not exist: there are {own + self._pages * len(self._places)}")
+        return (self._pages_bytes + page * self._page_bytes + self._places[place]) // ALIGNMENT_BYTES
 
     def state(self, slot: int) -> dict[str, torch.Tensor]:
-        """The state in a slot, by component name: (layers of its kind, *shape), a view."""
-        return {name: tensor[:, self.row(slot)] for name, tensor in self.states.items()}
+        """The state in a slot, by component name: (layers of its kind, *shape), a view; of a checkpoint as it is kept."""
+        layout, number = self.layout, slot - self.first_page_slot
+        is_live = layout is None or number < 0 or number % layout.page_slots < layout.page_live
+        tensors = self.states if is_live else self.checkpoints
+        return {name: tensor[:, self.row(slot)] for name, tensor in tensors.items()}
 
     # -- states --------------------------------------------------------------------------------------------------------
 
     def zero(self, slots: Iterable[int]) -> None:
-        """Zero the states in ``slots``: zero is the state before the first token.
+        """Zero the live states in ``slots``: zero is the state before the first token.
 
         Raises:
             ValueError: A slot does not exist. Nothing is written.
@@ -161,6 +180,27 @@ class SharedMemory:
         rows = self._on_device(map(self.row, slots))
         for tensor in self.states.values():
             tensor[:, rows] = tensor.new_zeros(())  # a number would be sent to the GPU, and waited for
+
+    def keep(self, live_slots: Sequence[int], slots: Sequence[int]) -> None:
+        """Write live states to checkpoints."""
+        sources, targets = (self._on_device(map(self.row, each)) for each in (live_slots, slots))
+        for name, states in self.states.items():
+            parts = self._parts(name)
+            values = states[:, sources]
+            for tensor, part in zip(parts, encode(values) if len(parts) > 1 else (values,), strict=True):
+                tensor[:, targets] = part.to(tensor.dtype)
+
+    def restore(self, slots: Sequence[int], live_slots: Sequence[int]) -> None:
+        """Write checkpoints to live states."""
+        sources, targets = (self._on_device(map(self.row, each)) for each in (slots, live_slots))
+        for name, states in self.states.items():
+            parts = [tensor[:, sources] for tensor in self._parts(name)]
+            states[:, targets] = (decode(*parts) if len(parts) > 1 else parts[0]).to(states.dtype)
+
+    def _parts(self, name: str) -> list[torch.Tensor]:
+        """What checkpoints have of a component: itself, or its codes."""
+        names = [name] if name in self.checkpoints else [f"{name}_{code}" for code in CODES]
+        return [self.checkpoints[each] for each in names]
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 
@@ -174,9 +214,16 @@ class SharedMemory:
 
     def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, one after another: (from block, to block)."""
+        self._move(self.kv_rows, moves)
+
+    def move_states(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy whole checkpoints, one after another: (from slot, to slot)."""
+        self._move(self.state_rows, [(self.row(source), self.row(target)) for source, target in moves])
+
+    def _move(self, rows: torch.Tensor, moves: Sequence[tuple[int, int]]) -> None:
         for batch in _independent(moves):
             sources, targets = (self._on_device(ids) for ids in zip(*batch, strict=True))
-            copy_slots(self.kv_rows, self.kv_rows, sources, targets)
+            copy_slots(rows, rows, sources, targets)
 
     def _on_device(self, ids: Iterable[int]) -> torch.Tensor:
         return ids_on_device(ids, self.buffer.device)

@@ -167,7 +167,7 @@ class LiveRequest:
         stored_tokens: See `Admission`.
         read: Whether it may reuse the cache.
         pinned_slot: Checkpoint slot that its first forward reads; None after that.
-        decoded: Its latest decode states, oldest first: node and slot of each.
+        decoded: Its latest decode states, oldest first: node of each, and the state's number (`DeviceTier.bound`).
         written: Nodes whose states its latest forward published.
         plans: Its plans in flight, oldest first.
         load: Its load from the host, until the first forward is settled.

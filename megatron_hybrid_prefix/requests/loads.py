@@ -107,7 +107,7 @@ class Loads:
         pinned = source.pinned if source.private else self._host.gather(source.keys, len(path))
         if pinned is None:
             return None
-        slot = self._device.take_slot()
+        slot = self._device.take_slot(live=bool(source.private))
         if slot is None:
             if not source.private:
                 self._host.unpin(pinned)

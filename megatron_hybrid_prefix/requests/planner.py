@@ -121,7 +121,7 @@ class StepPlanner:
             return None
         device.publish(node, slot, CheckpointReason.DECODE, live.session)
         device.protect(slot)
-        live.decoded.append((node, slot))
+        live.decoded.append((node, device.bound[node]))
         return slot
 
     def _reserve(self, live: LiveRequest, start_tokens: int, end_tokens: int) -> tuple[PlannedCheckpoint, ...]:

@@ -25,11 +25,11 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import is_guess
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.pool.pages import Pages
-from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool, SlotState
+from megatron_hybrid_prefix.pool.slots import LIVE_SIZE, NO_SLOT, SlotPool, SlotState
 from megatron_hybrid_prefix.tiers.base import DepthTier
 from megatron_hybrid_prefix.tiers.blocks import KVBlocks
 from megatron_hybrid_prefix.tiers.host import HostTier
-from megatron_hybrid_prefix.tiers.units import HOST, SHARED, BlockMove, Copy, EntryKind, LoadOver, PageClear
+from megatron_hybrid_prefix.tiers.units import HOST, SHARED, BlockMove, Copy, EntryKind, LoadOver, PageClear, StateMove
 
 _depth = attrgetter("depth_blocks")
 
@@ -85,6 +85,7 @@ class DeviceTier:
         blocks: Its KV blocks, and what goes first.
         slots: The slots of states, in those pages.
         protected: Slots that `protect` pinned.
+        bound: Of each state here its number: no other state has had it.
         slots_per_request: Slots that a running request takes: 0 if the engine has slots of its own for their states.
         ghosts: Keys of evicted blocks that a prompt still recognises.
         starts: How the latest prompts began.
@@ -97,7 +98,7 @@ class DeviceTier:
         self.copies: list[Copy] = []
         self.pages = pages = Pages(settings.kv_blocks, settings.page_blocks, settings.page_states)
         make_policy = partial(make_eviction_policy, settings.eviction_policy)
-        eviction = make_policy(state_blocks=pages.page_blocks / pages.page_states)
+        eviction = make_policy(state_blocks=pages.page_blocks / pages.page_sizes[-1])
         below = make_policy(
             state_blocks=settings.host_state_pages / settings.host_kv_pages,
             above=eviction if settings.host_pages else None,
@@ -111,10 +112,11 @@ class DeviceTier:
         self.slots_per_request = int(settings.live_states)
         self.ghosts = Ghosts(pages.total_blocks if isinstance(eviction, SharesMemory) else 0)
         self.starts = Starts()
-        self.pins = Pins(pages.total_blocks, pages.page_blocks / pages.page_states)
+        self.pins = Pins(pages.total_blocks, pages.page_blocks / pages.page_sizes[-1])
         self.blocks = KVBlocks(pages, slots, eviction)
         self.protected: list[int] = []
-        self._moved_blocks = self._blocked_slots = 0
+        self.bound: dict[Node, int] = {}
+        self._moved_blocks = self._blocked_slots = self._bound = 0
 
     def has_room(
         self, blocks: int, path: Sequence[Node] = (), *, slots: int = 0, source_slot: int | None = None
@@ -147,7 +149,7 @@ class DeviceTier:
     def take_blocks(self, count: int) -> list[int]:
         """Takes ``count`` of the available blocks. Evicts what is worth least per byte, KV or states."""
         while self.pages.free_blocks < count:
-            if not self.evict_next():
+            if not (self.slots.holes and self._gather_states()) and not self.evict_next():
                 raise CacheCorruptionError("more blocks taken than available")
         block_ids = self.blocks.take(count)
         # Bytes of states are cleared before KV is written to their pages.
@@ -159,7 +161,7 @@ class DeviceTier:
         """Takes a slot for a running request; None if the engine has slots of its own for them."""
         if not self.slots_per_request:
             return None
-        slot = self.reserve_slot()
+        slot = self.reserve_slot(LIVE_SIZE)
         if slot is None:
             raise CacheCorruptionError("no slot for a request that was promised one")
         self.slots.make_live(slot)
@@ -233,6 +235,7 @@ class DeviceTier:
                 self.blocks.unbind(node)
         self.tree.clear()
         self.blocks.clear()
+        self.bound.clear()
         self.ghosts.clear()
         self.pins.clear()
         self.host.reset()
@@ -244,6 +247,7 @@ class DeviceTier:
         self.tree.clear()
         self.blocks.reset()
         self.protected.clear()
+        self.bound.clear()
         self.slots.reset()
         self.copies[:] = [copy for copy in self.copies if isinstance(copy, PageClear | LoadOver)]
         self.ghosts.clear()
@@ -272,6 +276,8 @@ class DeviceTier:
             reason = node.reason  # the host's copy is no guess
         self.slots.publish(slot)
         node.slot, node.reason, node.used = slot, reason, False
+        self._bound += 1
+        self.bound[node] = self._bound
         self.tree.version += 1
         self.blocks.add_state(node)
         self.host.state_also_on_device(node)
@@ -280,13 +286,18 @@ class DeviceTier:
         """Takes the node's state off the device. The slot becomes free, at once or with its last unpin."""
         self.slots.retire(self._take_state(node))
 
-    def take_slot(self) -> int | None:
-        """Reserves a slot, if need be by eviction of what is worth least. None: there is none."""
-        if self.slots.is_full:
+    def take_slot(self, *, live: bool = False) -> int | None:
+        """Reserves a slot, if need be by eviction of what is worth least. None: there is none.
+
+        Args:
+            live: For a live state, not for a checkpoint.
+        """
+        size = LIVE_SIZE if live else self.slots.checkpoint_size
+        if size == self.slots.checkpoint_size and self.slots.is_full:
             next_state = self._next_unpinned if self.pins.kept else self.blocks.next_state
             guess = self.blocks.next_guess() if self.blocks.guesses else None
             return self._slot_of(guess or next_state())
-        return self.reserve_slot()
+        return self.reserve_slot(size)
 
     def take_guess_slot(self, path: Sequence[Node]) -> int | None:
         """Reserves a slot for a guess: a free slot, or that of another guess. None: there is none.
@@ -295,7 +306,7 @@ class DeviceTier:
             path: Nodes of the request. Guesses on this path are not evicted; otherwise a prompt computed in chunks would evict its
                 own.
         """
-        slot = None if self.slots.is_full else self.reserve_free_slot()
+        slot = None if self.slots.is_full else self.reserve_free_slot(self.slots.checkpoint_size)
         if slot is not None:
             return slot
         return self._slot_of(
@@ -364,14 +375,14 @@ class DeviceTier:
         """Evicts the node's state, to the host if it has room."""
         self.slots.retire(self._evicted(node))
 
-    def drop_decoded(self, node: Node, slot: int) -> None:
-        """Drops an older decode state of a request, unless it is gone already or another request used it."""
-        if node.slot == slot and node.reason == CheckpointReason.DECODE and not node.used:
+    def drop_decoded(self, node: Node, number: int) -> None:
+        """Drops an older decode state of a request, unless it is gone already or another request used it. ``number``: see `bound`."""
+        if self.bound.get(node) == number and node.reason == CheckpointReason.DECODE and not node.used:
             self.unbind(node)
 
-    def end_decoded(self, node: Node, slot: int) -> None:
+    def end_decoded(self, node: Node, number: int) -> None:
         """A request ended, and this is its latest decode state, unless it is gone already."""
-        if node.slot == slot:
+        if self.bound.get(node) == number:
             self.host.store_answer(node)
 
     def _slot_of(self, victim: Node | None) -> int | None:
@@ -388,6 +399,7 @@ class DeviceTier:
 
     def _take_state(self, node: Node) -> int:
         self.blocks.drop_state(node)
+        del self.bound[node]
         slot, node.slot = node.slot, NO_SLOT
         if node in self.host.of_states:
             self.host.on_both.pop(node, None)
@@ -398,40 +410,52 @@ class DeviceTier:
 
     # -- who gets the next bytes ---------------------------------------------------------------------------------------
 
-    def reserve_slot(self) -> int | None:
-        """Reserves a slot, if need be after moves and evictions. None: none can be made free."""
-        pages = self.pages
+    def reserve_slot(self, size: int) -> int | None:
+        """Reserves a slot of a size, if need be after moves and evictions. None: none can be made free."""
+        pages, for_slot = self.pages, size == self.slots.checkpoint_size
         while True:
-            slot = self.reserve_free_slot()
+            slot = self.reserve_free_slot(size)
             if slot is not None:
                 return slot
+            if not for_slot and self._gather_states():
+                continue
             # No KV page can be emptied: only a state's own page helps.
             blocked = pages.unheld_pages == 0
             self._blocked_slots += blocked and pages.free_blocks >= pages.page_blocks
-            if not self.evict_next(for_slot=True, states_only=blocked):
+            if not self.evict_next(for_slot=for_slot, states_only=blocked):
                 return None
 
-    def reserve_free_slot(self) -> int | None:
-        """Reserves a slot for a guess: if need be after moves, but without eviction. None: there is none."""
-        slot = self.slots.reserve()
+    def reserve_free_slot(self, size: int) -> int | None:
+        """Reserves a slot of a size for a guess: if need be after moves, but without eviction. None: there is none."""
+        slot = self.slots.reserve(size)
         if slot is None and self.pages.can_be_emptied():
             _, moves = self.pages.empty()
             self.blocks.move(moves)
             self.copies += [BlockMove(source_block=source, target_block=target) for source, target in moves]
             self._moved_blocks += len(moves)
             self.tree.version += 1
-            slot = self.slots.reserve()
+            slot = self.slots.reserve(size)
         return slot
+
+    def _gather_states(self) -> bool:
+        """Moves the checkpoints of a page to free slots of others. Returns whether the page is empty now; False: too few are free."""
+        moves = self.slots.empty()
+        nodes = {node.slot: node for node in self.bound} if moves else {}
+        for source, target in moves:
+            nodes[source].slot = target
+        self.copies += [StateMove(source_slot=source, target_slot=target) for source, target in moves]
+        self.tree.version += bool(moves)
+        return bool(moves)
 
     def evict_next(self, *, for_slot: bool = False, states_only: bool = False) -> bool:
         """Evicts what goes first. False: nothing can be evicted.
 
         Args:
-            for_slot: A slot is needed, and no page: one state is enough.
+            for_slot: A checkpoint's slot is needed, and no page: one state is enough.
             states_only: No KV page can be emptied.
         """
         index = self.blocks
-        may_go = (lambda node: True) if for_slot else self._frees_bytes
+        may_go = (lambda node: True) if for_slot else partial(self._frees_bytes, page=states_only)
         state = index.next_guess(may_go) if index.guesses else None
         node = None if states_only or state is not None else index.next_kv()
         if node is not None:
@@ -464,10 +488,10 @@ class DeviceTier:
             kept[node.key].spared = True
         return found
 
-    def _frees_bytes(self, node: Node) -> bool:
-        """Whether KV gets bytes when the node's state goes: those of its page, or of KV that only this state needs."""
-        if self.slots.is_loose(node.slot):
-            return True
+    def _frees_bytes(self, node: Node, *, page: bool = False) -> bool:
+        """Whether there are more bytes when the node's state goes: its page, or, unless it has to be a page, KV that only it needs."""
+        if page or self.slots.is_loose(node.slot):
+            return self.slots.is_loose(node.slot)
         index = self.blocks
         return node in index.states and index.users[node] == 1 and index.has_kv(node)
 

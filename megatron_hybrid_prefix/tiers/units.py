@@ -95,6 +95,13 @@ class BlockMove(NamedTuple):
     target_block: int
 
 
+class StateMove(NamedTuple):
+    """A copy of a checkpoint to another slot of its size, within that memory."""
+
+    source_slot: int
+    target_slot: int
+
+
 class PageClear(NamedTuple):
     """Zeros in a page that held a state, before it gets KV.
 
@@ -110,5 +117,5 @@ class LoadOver(NamedTuple):
     load_id: int
 
 
-type Copy = BlockTransfer | BlockMove | PageClear | LoadOver
+type Copy = BlockTransfer | BlockMove | StateMove | PageClear | LoadOver
 """What the cache decided to write on the device or to another tier. Copies run in the order of their queue."""

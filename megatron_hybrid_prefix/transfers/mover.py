@@ -32,6 +32,7 @@ from megatron_hybrid_prefix.tiers.units import (
     LoadOver,
     LoadState,
     PageClear,
+    StateMove,
 )
 from megatron_hybrid_prefix.transfers.behind import BehindCopies
 from megatron_hybrid_prefix.transfers.entry_copies import EntryCopies, Tensors
@@ -84,8 +85,8 @@ class DeviceMover:
         run = dict(more)
         if copies and memory is not None and memory.layout is not None:
             layout = memory.layout
-            copies = stores_first(copies, layout.page_blocks, layout.page_states, memory.first_page_slot)
-            run[BlockMove] = memory.move_blocks
+            copies = stores_first(copies, layout.page_blocks, layout.page_slots, memory.first_page_slot)
+            run[BlockMove], run[StateMove] = memory.move_blocks, memory.move_states
             run[PageClear] = lambda clears: memory.clear_pages([clear.page for clear in clears])
         for kind, group in groupby(copies, key=type):
             run[kind](list(group))
@@ -306,13 +307,13 @@ class Mover:
         )
 
 
-def stores_first(copies: Sequence[Copy], page_blocks: int, page_states: int, first_page_slot: int) -> list[Copy]:
+def stores_first(copies: Sequence[Copy], page_blocks: int, page_slots: int, first_page_slot: int) -> list[Copy]:
     """Puts stores before moves and clears, unless they read what those write: then more stores are launched together.
 
     Args:
         copies: Queued copies, in order.
         page_blocks: KV blocks in a page.
-        page_states: States in a page: the slots of page p follow ``first_page_slot + p * page_states``.
+        page_slots: Slots of a page: those of page p follow ``first_page_slot + p * page_slots``.
         first_page_slot: First slot of the first page.
 
     Returns:
@@ -324,16 +325,17 @@ def stores_first(copies: Sequence[Copy], page_blocks: int, page_states: int, fir
     pages: set[int] = set()  # of these blocks
     no_transfer_yet = True
     for copy in copies:
-        if isinstance(copy, BlockMove | PageClear):
+        if isinstance(copy, BlockMove | StateMove | PageClear):
             if isinstance(copy, BlockMove):
                 blocks = {copy.source_block, copy.target_block}
-            else:
-                blocks = set(range(copy.page * page_blocks, (copy.page + 1) * page_blocks))
+            else:  # a move of a state writes to one page, which is all that matters
+                page = copy.page if isinstance(copy, PageClear) else (copy.target_slot - first_page_slot) // page_slots
+                blocks = set(range(page * page_blocks, (page + 1) * page_blocks))
             moved |= blocks
             pages.update(block // page_blocks for block in blocks)
         elif isinstance(copy, BlockTransfer):
             # Transfers keep their order: they may use the same pages on the host.
-            is_kv, page = copy.tag.kind == EntryKind.KV, (copy.device_id - first_page_slot) // page_states
+            is_kv, page = copy.tag.kind == EntryKind.KV, (copy.device_id - first_page_slot) // page_slots
             reads_moved = copy.device_id in moved if is_kv else page in pages
             no_transfer_yet = no_transfer_yet and copy.source == DEVICE and not reads_moved
             if no_transfer_yet:

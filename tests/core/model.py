@@ -38,6 +38,7 @@ from megatron_hybrid_prefix.tiers.units import (
     LoadOver,
     LoadState,
     PageClear,
+    StateMove,
     Tag,
 )
 from tests.core.naive_memory import NaiveMemory
@@ -148,7 +149,7 @@ class ModelEngine:
         self.cache = cache
         sizes = cache.settings
         self.kv_blocks, self.first_slot, self.block_tokens = sizes.kv_blocks, sizes.first_state_slot, sizes.block_tokens
-        self.page_blocks, self.page_states = sizes.page_blocks, sizes.page_states
+        self.page_blocks, self.page_sizes = sizes.page_blocks, cache._device.pages.page_sizes
         self.pages = sizes.kv_blocks // sizes.page_blocks
         self.computed: set[Content] = set()  # all that was ever matchable
         self.begun: dict[Any, Any] = {}  # last salt by the first block; last epoch by salt and first block
@@ -171,6 +172,7 @@ class ModelEngine:
         self.hints = NO_HINTS  # of the next requests
         self.publishes_early = False  # whether forwards are published once they are launched
         self.counted = dict.fromkeys(COUNTED, 0)
+        self.owner: dict[int, Any] = {}  # who wrote to each page last: KV (None), or states of a size
 
     # -- what should be there ------------------------------------------------------------------------------------------
 
@@ -191,6 +193,10 @@ class ModelEngine:
             if isinstance(unit, BlockMove):
                 self.seen["moved"] += 1
                 self.put_block(unit.target_block, self.blocks[unit.source_block])
+                continue
+            if isinstance(unit, StateMove):
+                self.seen["states moved"] += 1
+                self.put_state(unit.target_slot, self.slots[unit.source_slot])
                 continue
             if isinstance(unit, PageClear):
                 self.seen["cleared"] += 1
@@ -237,15 +243,23 @@ class ModelEngine:
         assert self.is_copying or block_id not in self.with_old_state, "KV is written beside what a state left"
         self.with_old_state.discard(block_id)
         self.blocks[block_id] = content
-        first = self.first_slot + block_id // self.page_blocks * self.page_states
-        self.slots.update(dict.fromkeys(range(first, first + self.page_states), GARBAGE))
+        if content != GARBAGE:
+            self.note_owner(block_id // self.page_blocks, None)
+        self.slots.update(dict.fromkeys(self.memory.slots_of(block_id // self.page_blocks), GARBAGE))
 
     def put_state(self, slot: int, content: Content) -> None:
         self.slots[slot] = content
         if slot < LIVE_SLOTS:
-            blocks = self.blocks_of(self.memory.page_of(slot))
+            page = self.memory.page_of(slot)
+            blocks, size = self.blocks_of(page), self.memory.size_of(slot)
+            self.note_owner(page, size)
+            self.slots |= {each: GARBAGE for each in self.memory.slots_of(page) if self.memory.size_of(each) != size}
             self.blocks.update(dict.fromkeys(blocks, GARBAGE))
             self.with_old_state.update(blocks)
+
+    def note_owner(self, page: int, owner: int | None) -> None:
+        self.seen["pages that changed their owner"] += self.owner.setdefault(page, owner) != owner
+        self.owner[page] = owner
 
     def put_live(self, request: Request, content: Content) -> None:
         request.live_state = content
@@ -605,10 +619,15 @@ class ModelEngine:
         slots, cap = self.cache._device.slots, self.cache.settings.state_slots
         pages, size = self.cache._device.pages, self.page_blocks
         free_ids = set(pages.free_ids())
-        taken = [pages.is_state(page) or free_ids.issuperset(self.blocks_of(page)) for page in range(self.pages)]
-        free = sum(taken[self.memory.page_of(slot)] for slot in slots.slots_in(SlotState.FREE))
+        last, owners = len(self.page_sizes) - 1, self.memory.owners()
+        taken = [
+            owners[page] == last or (owners[page] is None and free_ids.issuperset(self.blocks_of(page)))
+            for page in range(self.pages)
+        ]
+        slots_left = [slot for slot in slots.slots_in(SlotState.FREE) if self.memory.size_of(slot) == last]
+        free = sum(taken[self.memory.page_of(slot)] for slot in slots_left)
         if not free:
-            free = self.page_states * (pages.unheld_pages > 0 and pages.free_blocks >= size)
+            free = self.page_sizes[last] * (pages.unheld_pages > 0 and pages.free_blocks >= size)
         return free if cap is None else min(free, max(0, cap - slots.cached_slots))
 
     def grow(self, request: Request, end: int) -> bool:

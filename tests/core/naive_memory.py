@@ -95,7 +95,8 @@ class NaiveMemory:
 
     def __init__(self, cache: HybridPrefixCache, seen: Counter[str]) -> None:
         self.store, self.seen, settings = cache._device, seen, cache.settings
-        state_blocks = [settings.page_blocks / settings.page_states]
+        self.sizes = self.store.pages.page_sizes
+        state_blocks = [settings.page_blocks / self.sizes[-1]]
         policies = [self.store.blocks.eviction]
         if settings.host_pages:
             state_blocks.append(settings.host_state_pages / settings.host_kv_pages)
@@ -114,7 +115,25 @@ class NaiveMemory:
         return {node: node.slot for node in self.store.tree if node.slot >= 0}
 
     def page_of(self, slot: int) -> int:
-        return (slot - self.store.slots.first_slot) // self.store.pages.page_states
+        return (slot - self.store.slots.first_slot) // sum(self.sizes)
+
+    def slots_of(self, page: int) -> range:
+        """The page's slots, of all sizes."""
+        first = self.store.slots.first_slot + page * sum(self.sizes)
+        return range(first, first + sum(self.sizes))
+
+    def size_of(self, slot: int) -> int:
+        """0: a live state fits; 1: a smaller checkpoint."""
+        return int(len(self.sizes) > 1 and (slot - self.store.slots.first_slot) % sum(self.sizes) >= self.sizes[0])
+
+    def owners(self) -> list[int | None]:
+        """Of each page: the size of its states; None: it has none."""
+        found: list[int | None] = [None] * len(self.store.pages)
+        for state in SlotState:
+            for slot in self.store.slots.slots_in(state) if state else ():
+                assert found[self.page_of(slot)] in (None, self.size_of(slot)), "a page has states of both sizes"
+                found[self.page_of(slot)] = self.size_of(slot)
+        return found
 
     def held(self, node: Node) -> int:
         return self.store.blocks.ref_count(node.block_id)
@@ -138,7 +157,12 @@ class NaiveMemory:
 
     def checked(self, *, for_slot: bool = False, states_only: bool = False) -> bool:
         store, before, unneeded = self.store, self.states(), self.unneeded()
-        may_go = {node for node in before if not store.slots.pins(node.slot) and (for_slot or self.frees_bytes(node))}
+        stuck = self.stuck_pages()
+        may_go = {node for node in before if not store.slots.pins(node.slot)}
+        if states_only and not for_slot:
+            may_go = {node for node in may_go if self.page_of(node.slot) not in stuck}
+        elif not for_slot:
+            may_go = set(filter(self.frees_bytes, may_go))
         all_guesses = set(filter(is_guess, before))
         guesses, protected = all_guesses & may_go, list(store.protected)
         free = {node for node in may_go if node.key not in store.pins.kept} or may_go

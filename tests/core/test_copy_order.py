@@ -12,6 +12,7 @@ from megatron_hybrid_prefix.tiers.units import (
     EntryKind,
     LoadOver,
     PageClear,
+    StateMove,
     Tag,
 )
 from megatron_hybrid_prefix.transfers.mover import stores_first
@@ -45,6 +46,10 @@ def carry_out(copies):
         if isinstance(copy, BlockMove):
             device[part(EntryKind.KV, copy.target_block)] = device[part(EntryKind.KV, copy.source_block)]
             continue
+        if isinstance(copy, StateMove):
+            source, target = (part(EntryKind.STATE, slot - FIRST_SLOT) for slot in copy)
+            device[target] = device[source]
+            continue
         if isinstance(copy, PageClear):
             for block in range(copy.page * PAGE_BLOCKS, (copy.page + 1) * PAGE_BLOCKS):
                 device[part(EntryKind.KV, block)] = ["zeros"] * PAGE_STATES
@@ -63,9 +68,11 @@ def test_the_result_is_the_same():
     for _ in range(4000):
         copies = []
         for _ in range(dice.randrange(8)):
-            what = dice.choice(("move", "move", "clear", "store", "store", "store", "load", "over"))
+            what = dice.choice(("move", "move", "state", "clear", "store", "store", "store", "load", "over"))
             if what == "over":
                 copies.append(LoadOver(0))
+            elif what == "state":
+                copies.append(StateMove(*dice.sample(range(FIRST_SLOT, FIRST_SLOT + SLOTS), 2)))
             elif what == "clear":
                 copies.append(PageClear(dice.randrange(BLOCKS // PAGE_BLOCKS)))
             elif what == "move":

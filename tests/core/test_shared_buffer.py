@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import torch
 from megatron_hybrid_prefix.layers.base import LayerKind
 from megatron_hybrid_prefix.layers.components import rings_of as layer_rings
 from megatron_hybrid_prefix.mcore.state import memory as memory_of_states
+from megatron_hybrid_prefix.ops.state_codes import decode, encode
 from megatron_hybrid_prefix.pool.layout import RingLayout, SlotLayout, StateComponent, StateLayout
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
@@ -197,6 +199,65 @@ def test_a_page_is_cleared_and_no_byte_beside_it(page_states):
     kept = [block for block in range(made.layout.total_blocks + 1) if made.kv_rows[0, block].all()]
     assert kept == [*range(size), *range(2 * size, 3 * size), 4 * size, 4 * size + 1]
     assert int((made.buffer == 0).sum()) == 2 * made.layout.page_bytes
+
+
+# -- checkpoints in fewer bytes ----------------------------------------------------------------------------------------
+
+
+def of_two_sizes(dtype: str) -> SharedMemory:
+    parts = (CONV, replace(SSM, shape=(2, 24, 40), accumulates=True))
+    slots = SlotLayout((StateLayout(kind="a", layers=3, components=parts),))
+    kept, shape = slots.kept_in(dtype), BLOCKS["float32"]
+    sizes = {"live_bytes": slot_bytes(slots), "state_bytes": slot_bytes(kept), "alignment_bytes": ALIGNMENT_BYTES}
+    layout = PageLayout.of(block_bytes=shape.bytes, **sizes)
+    layout = replace(layout, total_blocks=4 * layout.page_blocks + 1)
+    own = {"own_slots": 2, "rings": RingLayout(tokens=8), "requests": 0, "kept": kept}
+    return SharedMemory(slots, layout=layout, block=shape, device="cpu", **own)
+
+
+def taken(made: SharedMemory, slot: int) -> set[int]:
+    """The bytes of a slot."""
+    made.buffer.zero_()
+    for view in made.state(slot).values():
+        view.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[view.element_size()]).fill_(-1)
+    return set(made.buffer.nonzero()[:, 0].tolist())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_page_has_live_states_or_checkpoints(dtype):
+    made = of_two_sizes(dtype)
+    layout, own = made.layout, made.first_page_slot
+    assert layout.page_states > layout.page_live >= 1
+    begin = len(made.buffer) - (layout.total_blocks + 1) * layout.block_bytes
+    for page in range(layout.pages):
+        inside = range(begin + page * layout.page_bytes, begin + (page + 1) * layout.page_bytes)
+        slots = range(own + page * layout.page_slots, own + (page + 1) * layout.page_slots)
+        for of_a_size in (slots[: layout.page_live], slots[layout.page_live :]):
+            owned = [taken(made, slot) for slot in of_a_size]
+            assert len(set().union(*owned)) == sum(map(len, owned)) and set().union(*owned) <= set(inside)
+    with pytest.raises(ValueError, match="does not exist"):
+        made.row(own + layout.pages * layout.page_slots)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_checkpoint_is_kept_moved_and_restored(dtype):
+    """Windows are exact, matrices are as the codes say, and no other byte changes."""
+    made = of_two_sizes(dtype)
+    made.buffer.fill_(7)
+    live, kept = made.first_page_slot, made.first_page_slot + made.layout.page_slots + made.layout.page_live
+    for slot in (live, 0):
+        for view in made.state(slot).values():
+            view.copy_(torch.randn(view.shape, generator=torch.Generator().manual_seed(slot)))
+    states = {name: view.clone() for name, view in made.state(live).items()}
+    moved, before = kept + 1, made.buffer.clone()
+    made.keep([live], [kept])
+    made.move_states([(kept, moved)])
+    assert all(torch.equal(bits(view), bits(made.state(kept)[name])) for name, view in made.state(moved).items())
+    made.restore([moved], [0])
+    right = states | {"ssm": decode(*encode(states["ssm"])) if dtype == "int8" else states["ssm"].bfloat16().float()}
+    assert all(torch.equal(bits(view), bits(right[name])) for name, view in made.state(0).items())
+    changed = set((made.buffer != before).nonzero()[:, 0].tolist())
+    assert changed <= taken(made, 0) | taken(made, kept) | taken(made, moved)
 
 
 # -- states of running requests ----------------------------------------------------------------------------------------

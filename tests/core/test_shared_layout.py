@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from threading import Barrier
 from typing import Any
 from unittest.mock import patch
@@ -35,6 +36,10 @@ def component(shape=(1,), dtype="float32"):
     return StateComponent(name="x", shape=shape, dtype=dtype)
 
 
+def kept(dtype, **fields):
+    return SlotLayout((layout(**fields),)).kept_in(dtype)
+
+
 # -- a state -----------------------------------------------------------------------------------------------------------
 
 
@@ -51,6 +56,9 @@ def test_bytes_are_those_of_the_tensor(dtype, size):
         *((r"'x': shape .* has no elements", component, {"shape": s}) for s in ((), (0,), (3, 0), (3, -1))),
         ("state layout 'some'", layout, {"layers": -1}),
         *(("state layout 'some'", layout, {"components": parts}) for parts in ((), (CONV, CONV), (CONV, SSM, CONV))),
+        (r"^checkpoint_dtype='int4': must be 'bfloat16' or 'int8', or None$", partial(kept, "int4"), {}),
+        (r"^checkpoint_dtype='int8': layers of kind some have no matrices that accumulate$", partial(kept, "int8"), {}),
+        (r"live_bytes=5: must be 0, or state", partial(PageLayout.of, block_bytes=4, state_bytes=8), {"live_bytes": 5}),
         *(
             (r"layer kinds \[.*\] have components", SlotLayout, {"kinds": kinds})
             for kinds in ((), (layout(), layout()))
@@ -68,6 +76,20 @@ def test_a_slot_has_the_states_of_all_kinds():
     for slots, size in ((SlotLayout((layout(),)), 3 * BYTES), (SlotLayout((layout(), other)), 3 * BYTES + 2 * 7 * 8)):
         assert slots.slot_bytes == size
     assert SlotLayout((layout(layers=0),)).slot_bytes == 0
+
+
+def test_a_checkpoint_has_exact_windows_and_codes_of_matrices():
+    parts = CONV, *(replace(each, accumulates=True) for each in (SSM, component((7,))))
+    found = {part.name: (part.shape, part.dtype) for _, part in kept("int8", components=parts)}
+    assert found == {
+        "conv": ((5, 4), "bfloat16"),
+        "ssm_int8": ((2, 3, 4), "int8"),
+        "ssm_row_scales": ((2, 3), "bfloat16"),
+        "ssm_column_scales": ((2, 4), "bfloat16"),
+        "x": ((7,), "float32"),
+    }
+    assert kept(None, components=parts) == SlotLayout((layout(components=parts),))
+    assert [part.dtype for _, part in kept("bfloat16", components=parts)] == ["bfloat16"] * 3
 
 
 # -- a page ------------------------------------------------------------------------------------------------------------
@@ -106,6 +128,32 @@ def test_the_caches_own_layout(cache_bytes, block_bytes, state_bytes):
     assert found.block_bytes >= block_bytes and found.page_states * state_bytes <= found.page_bytes
     assert 0 <= cache_bytes - found.total_blocks * found.block_bytes < found.block_bytes
     assert found.pages * found.page_blocks <= found.total_blocks
+
+
+@given(block=st.integers(1, 2**14), blocks_of_state=st.floats(0.05, 100), live_over=st.floats(1, 8))
+@example(block=2**14, blocks_of_state=0.05, live_over=3.9999)
+def test_little_is_lost_of_pages_of_two_sizes(block, blocks_of_state, live_over):
+    state = max(1, round(block * blocks_of_state))
+    live, size = ALIGNMENT_BYTES * round(live_over * state), ALIGNMENT_BYTES * state
+    found = PageLayout.of(
+        block_bytes=block * ALIGNMENT_BYTES, state_bytes=size, live_bytes=live, alignment_bytes=ALIGNMENT_BYTES
+    )
+    assert 0 <= found.padding_bytes <= 0.1 * found.page_bytes, "lost of a page of checkpoints"
+    assert found.block_bytes - block * ALIGNMENT_BYTES <= 0.04 * found.block_bytes, "lost of a KV block"
+    assert 0 <= found.page_bytes - found.page_live * live <= 0.25 * found.page_bytes, "lost of a page of live states"
+
+
+@pytest.mark.parametrize("block_tokens", [64, 256])
+@pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("tiny")])
+def test_int8_fits_three_and_a_half_times_the_checkpoints(name, block_tokens):
+    """In the same bytes, with scales and padding: of float32 states; and nearly twice those of bfloat16."""
+    block = sizes_of_rank(PRESETS[name], 1, block_tokens)[0]
+    for dtype, least in (("float32", 3.4), ("bfloat16", 1.75)):
+        live = sizes_of_config("some", PRESETS[name]).layout.with_dtypes(state=dtype, window=None)
+        sizes = {"block_bytes": block, "alignment_bytes": ALIGNMENT_BYTES}
+        before = PageLayout.of(state_bytes=slot_bytes(live), **sizes)
+        after = PageLayout.of(state_bytes=slot_bytes(live.kept_in("int8")), live_bytes=slot_bytes(live), **sizes)
+        assert after.page_states / after.page_bytes >= least * before.page_states / before.page_bytes
 
 
 # -- the memory of all ranks -------------------------------------------------------------------------------------------

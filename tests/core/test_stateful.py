@@ -46,6 +46,13 @@ MEMORIES: list[dict[str, Any]] = [  # pages of 1 to 5 blocks and 1 to 8 states, 
     )
     for blocks in sizes
 ]
+TWO_SIZES: list[dict[str, Any]] = [  # pages of so many live states, or so many checkpoints
+    {"kv_blocks": blocks, "page_blocks": page_blocks, "page_states": states}
+    for page_blocks, states, blocks in (
+        *((1, (1, 3), 20), (1, (2, 7), 12), (2, (1, 4), 30), (3, (1, 2), 46), (3, (3, 10), 40)),
+        *((4, (1, 3), 60), (5, (1, 4), 65), (2, (1, 1), 40)),
+    )
+]
 CAPS = [None, None, 0, 1, 2, 3, 8]
 DICE = st.randoms(use_true_random=False)
 
@@ -57,9 +64,11 @@ class CacheMachine(RuleBasedStateMachine):
     """
 
     @initialize(dice=DICE)
-    def build(self, dice: random.Random, behind: list[str] | None = None) -> None:
+    def build(
+        self, dice: random.Random, behind: list[str] | None = None, memories: list[dict[str, Any]] = MEMORIES
+    ) -> None:
         """``behind``: how many entries a tier behind the host keeps."""
-        sizes = dice.choice(MEMORIES) | {"state_slots": dice.choice(CAPS), "live_states": dice.random() < 0.8}
+        sizes = dice.choice(memories) | {"state_slots": dice.choice(CAPS), "live_states": dice.random() < 0.8}
         host = dice.choice([HOSTS[0], *HOSTS])
         if behind is not None:
             host = dice.choice(HOSTS[1:4]) | {"behind": tier_behind(dice.choice(behind))}
@@ -287,6 +296,7 @@ class CacheMachine(RuleBasedStateMachine):
             STEPS["uses_of_ended"] += stats.uses_of_ended
             STEPS.update(stats.checkpoints_by_reason)
             STEPS.update(self.engine.seen)
+            STEPS["pages"] += self.engine.pages
             self.engine.drain()
 
 
@@ -296,10 +306,10 @@ WEIGHTS = {
 }
 
 
-def run_seed(seed: int, steps: int, behind: list[str] | None = None) -> None:
+def run_seed(seed: int, steps: int, behind: list[str] | None = None, memories: list[dict[str, Any]] = MEMORIES) -> None:
     """The same machine without Hypothesis: more, and more typical, traffic in the same time."""
     dice, machine = random.Random(seed), CacheMachine()
-    machine.build(dice, behind)
+    machine.build(dice, behind, memories)
     weights = WEIGHTS | ({CacheMachine.spoil: 20} if behind is not None else {})
     for _ in range(steps):
         (step,) = dice.choices(list(weights), weights.values())
@@ -310,11 +320,11 @@ def run_seed(seed: int, steps: int, behind: list[str] | None = None) -> None:
     machine.teardown()
 
 
-def fail_unless_a_seed_fails() -> None:
+def fail_unless_a_seed_fails(memories: list[dict[str, Any]] = MEMORIES) -> None:
     """Runs random traffic on a mutant."""
     for seed in range(60):
         try:
-            run_seed(seed, 150)
+            run_seed(seed, 150, memories=memories)
         except (AssertionError, CacheCorruptionError, LookupError):
             return
     pytest.fail("no seed finds it")
@@ -352,6 +362,20 @@ def test_random_traffic_with_a_tier_behind_the_host(seeds):
     for what in moves:
         assert STEPS[what] >= len(seeds) / 30, f"{what}: only {STEPS[what]} times"
     assert STEPS["not given back"] > 0
+
+
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 300), marks=pytest.mark.slow)], ids=str)
+def test_random_traffic_with_checkpoints_in_fewer_bytes(seeds):
+    """Pages pass from KV to live states, to checkpoints and back."""
+    STEPS.clear()
+    for seed in seeds:
+        run_seed(seed, 150, memories=TWO_SIZES)
+    print(dict(STEPS))
+    for what in HAPPENED:
+        if not what.startswith("reason "):
+            assert STEPS[what] >= len(seeds) / 60, f"{what}: only {STEPS[what]} times"
+    assert STEPS["states moved"] >= len(seeds) / 4
+    assert STEPS["pages that changed their owner"] >= 0.3 * STEPS["pages"]
 
 
 @pytest.mark.slow
