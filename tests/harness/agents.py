@@ -1,6 +1,7 @@
 """Recorded sessions of agents, packed: which earlier request of its session each prompt begins like, and for how many blocks.
 
     python -m tests.harness.agents SESSION.json ...      # packs 50 of them: the first by SHA-256, without those that are held out
+    python -m tests.harness.agents 20 > agents.jsonl     # the first 20 again, for `hybrid-prefix replay`
 
 Claude Code sessions of callanjfox/kv-cache-tester, traces/ (Apache-2.0). Their ids of 64-token blocks are joined to 256 tokens.
 """
@@ -49,7 +50,16 @@ def agents(sessions: int) -> Trace:
     return Trace(format="session", block_tokens=BLOCK_TOKENS, requests=tuple(requests))
 
 
-def main(paths: list[str]) -> None:
+def unpack(sessions: int) -> None:
+    """Prints these sessions, a request a line."""
+    for request in agents(sessions).requests:
+        ids = [int.from_bytes(key, "big") for key in request.keys]
+        fields = {"session_id": request.session, "timestamp": request.timestamp, "block_size": BLOCK_TOKENS}
+        fields |= {"input_length": request.prompt_tokens, "out": request.answer_tokens, "hash_ids": ids}
+        print(json.dumps(fields))
+
+
+def pack(paths: list[str]) -> None:
     """Packs sessions."""
     held_out, by_hash = set(HELD_OUT.read_text().split()), {}
     for path in map(Path, paths):
@@ -64,4 +74,4 @@ def main(paths: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    unpack(int(sys.argv[1])) if sys.argv[1].isdecimal() else pack(sys.argv[1:])
