@@ -31,6 +31,7 @@ DOCS = ROOT / "docs"
 FIRST_TOKEN = Path("data/first_token_h200.json")
 DEMO = Path("data/demo_cpu.json")
 POLICIES = Path("data/policy_reuse.json")
+AGENTS = Path("data/agents_reuse.json")
 EPISODES = Path("data/long_episodes.json")  # `tail.json` of tests/gpu/long_episodes.py
 STATES = Path("data/state_error.json")  # what scripts/state_error.py writes
 
@@ -63,6 +64,8 @@ def draw(folder: Path) -> list[Path]:
     draw_episodes(drawn[-1], json.loads((folder / EPISODES).read_text(encoding="utf-8")))
     drawn.append(folder / "images" / "state_error.png")
     draw_states(drawn[-1], json.loads((folder / STATES).read_text(encoding="utf-8")))
+    drawn.append(folder / "images" / "agents_reuse.png")
+    draw_agents(drawn[-1], json.loads((folder / AGENTS).read_text(encoding="utf-8")))
     draw_policies(drawn[1], json.loads((folder / POLICIES).read_text(encoding="utf-8")))
     demo = json.loads((folder / DEMO).read_text(encoding="utf-8"))
     draw_demo(drawn[2], demo["parts"], demo["workload"])
@@ -117,6 +120,33 @@ def draw_policies(path: Path, replayed: dict[str, Any]) -> None:
         axis.minorticks_off()
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         axis.set_xlabel("state slots (checkpoints that fit)")
+
+
+def draw_agents(path: Path, replayed: dict[str, Any]) -> None:
+    """What sessions side by side reuse, by memory: two models, each with the ceiling."""
+    title = "Prompt tokens reused by agents' sessions, by memory"
+    colours = {"ceiling": OTHER_COLOURS[1], "recompute_cost": ENGINE_STYLES["ours"].colour, "lru": OTHER_COLOURS[0]}
+    labels = {"ceiling": "states of no bytes", "recompute_cost": "this cache", "lru": "LRU"}
+    with page(path, title=title, subtitle=replayed["workload"], height=3.1) as axis:
+        for (model, found), marker in zip(replayed["reused_share"].items(), "os", strict=True):
+            for rule, colour in colours.items():
+                points = {
+                    "marker": marker,
+                    "markerfacecolor": "white",
+                    "markersize": 6,
+                    "label": f"{labels[rule]}, {model}",
+                }
+                axis.plot(
+                    replayed["memory"], found[rule], color=colour, linestyle="-" if marker == "o" else "--", **points
+                )
+        axis.legend(fontsize=8.5, frameon=False, loc="lower right")
+        axis.set_ylim(0, 1)
+        axis.grid(axis="y", color=GRID, linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.set_xticks(replayed["memory"])
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:.1%}".replace(".0%", "%"))
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axis.set_xlabel("memory, of what the running sessions need")
 
 
 def draw_episodes(path: Path, measured: dict[str, Any]) -> None:

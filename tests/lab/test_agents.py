@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import random
 from dataclasses import replace
 from typing import Any
@@ -9,9 +11,11 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix.lab import replay as lab
-from megatron_hybrid_prefix.lab.replay import CacheServer, kv_alone, replay
-from megatron_hybrid_prefix.lab.traces import Trace, _SessionReader
+from megatron_hybrid_prefix.lab.memory import Memory
+from megatron_hybrid_prefix.lab.replay import CacheServer, ceiling_tokens, kv_alone, replay, running_bytes
+from megatron_hybrid_prefix.lab.traces import Trace, _SessionReader, sessions_of
 from megatron_hybrid_prefix.policy.recompute_cost import RecomputeCostEviction
+from tests.harness.agents import HELD_OUT, PACKED, agents
 from tests.harness.trace_helpers import BLOCK, made_up
 
 MEMORY = {"kv_blocks": 240, "page_blocks": 6}
@@ -98,3 +102,28 @@ def test_a_running_agent_keeps_the_state_that_its_next_request_resumes_from(monk
         RecomputeCostEviction, "know_holders", lambda self, is_held: setattr(self, "_is_held", lambda state: False)
     )
     assert ours > 1.02 * replay(trace, at_once=12, **MEMORY).reused_token_fraction
+
+
+SIZES = {
+    "qwen3.5-35b-a3b": (5_242_880, 64_880_640),
+    "nemotron-3-nano-30b-a3b": (1_572_864, 49_364_992),
+}  # of a block and a state
+
+
+@pytest.mark.parametrize("preset", ["qwen3.5-35b-a3b", pytest.param("nemotron-3-nano-30b-a3b", marks=pytest.mark.slow)])
+def test_recorded_sessions_in_a_quarter_of_what_they_need(preset):
+    """The ceiling has more room and loses nothing. Whom to evict matters little here: the others are close, and no end costs much."""
+    trace, (block_bytes, state_bytes) = agents(8), SIZES[preset]
+    quarter = Memory(int(running_bytes(trace, 4, block_bytes, state_bytes) / 4), block_bytes, state_bytes).cache_sizes()
+    ways = {"ours": {}, "lru": {"eviction_policy": "lru"}, "told ends": {"sessions": sessions_of(trace)}}
+    found = {name: replay(trace, at_once=4, **quarter, **way).reused_token_fraction for name, way in ways.items()}
+    found["ceiling"] = replay(trace, at_once=4, **kv_alone(quarter)).reused_token_fraction
+    assert sum(ceiling_tokens(trace)) / trace.prompt_tokens > found["ceiling"] > found["ours"] > 0.97 * found["lru"]
+    assert found["told ends"] > 0.97 * found["ours"]
+
+
+def test_no_packed_session_is_held_out():
+    lines = [json.loads(line) for line in gzip.decompress(PACKED.read_bytes()).splitlines()]
+    chosen, held_out = {line["sha256"] for line in lines[1:]}, set(HELD_OUT.read_text().split())
+    assert lines[0]["license"] == "Apache-2.0" and len(chosen) == 50 and not chosen & held_out
+    assert sum(len(word) == 64 for word in held_out) == 90
