@@ -32,6 +32,7 @@ FIRST_TOKEN = Path("data/first_token_h200.json")
 DEMO = Path("data/demo_cpu.json")
 POLICIES = Path("data/policy_reuse.json")
 EPISODES = Path("data/long_episodes.json")  # `tail.json` of tests/gpu/long_episodes.py
+STATES = Path("data/state_error.json")  # what scripts/state_error.py writes
 
 
 def take(source: Path, folder: Path) -> None:
@@ -60,6 +61,8 @@ def draw(folder: Path) -> list[Path]:
     draw_first_token(drawn[0], json.loads((folder / FIRST_TOKEN).read_text(encoding="utf-8")))
     drawn.append(folder / "images" / "long_episodes.png")
     draw_episodes(drawn[-1], json.loads((folder / EPISODES).read_text(encoding="utf-8")))
+    drawn.append(folder / "images" / "state_error.png")
+    draw_states(drawn[-1], json.loads((folder / STATES).read_text(encoding="utf-8")))
     draw_policies(drawn[1], json.loads((folder / POLICIES).read_text(encoding="utf-8")))
     demo = json.loads((folder / DEMO).read_text(encoding="utf-8"))
     draw_demo(drawn[2], demo["parts"], demo["workload"])
@@ -142,6 +145,36 @@ def draw_episodes(path: Path, measured: dict[str, Any]) -> None:
         axis.set_ylim(bottom=-0.01)
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         axis.set_xlabel("position in the episode, tokens")
+
+
+# Models of the plot of states: name, colour and marker.
+STATES_DRAWN: dict[str, tuple[str, str, str]] = {
+    "small, random": ("Mamba2, random weights", ENGINE_STYLES["off"].colour, "^"),
+    "small, trained": ("Mamba2, trained", ENGINE_STYLES["ours"].colour, "o"),
+    "small, trained, no attention": ("the same without attention", OTHER_COLOURS[0], "s"),
+    "small-gdn, trained": ("Gated DeltaNet, trained", ENGINE_STYLES["upstream"].colour, "D"),
+}
+
+
+def draw_states(path: Path, measured: dict[str, Any]) -> None:
+    """The mean error of log-probs of each scheme after 50 resumes, a marker a model, and what bfloat16 shows without any."""
+    title, subtitle = (
+        "Error of log-probs after 50 resumes",
+        "mean of the 256 tokens after the last, by what a checkpoint keeps",
+    )
+    with page(path, title=title, subtitle=subtitle, height=3.4) as axis:
+        for name, (label, colour, marker) in STATES_DRAWN.items():
+            errors = measured[name]["errors"]
+            schemes = ["bf16 model, two batches", *measured[name]["bits"]]
+            means = [errors.get(f"{scheme}; 50", errors[scheme])["mean"] for scheme in schemes]
+            axis.plot(means, range(len(schemes)), marker, color=colour, markersize=6, label=label)
+        axis.set_yticks(range(len(schemes)), ["bf16 everywhere, two batch sizes", *schemes[1:]])
+        axis.invert_yaxis()
+        axis.set_xscale("log")
+        axis.set_xlabel("nats")
+        axis.grid(axis="x", color=GRID, linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.legend(frameon=False, fontsize=8.5, ncols=2, loc="lower center", bbox_to_anchor=(0.25, 1.0))
 
 
 def main() -> int:

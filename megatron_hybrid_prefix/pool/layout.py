@@ -27,7 +27,7 @@ class StateComponent:
         shape: Shape of one state in one layer, on this rank.
         dtype: Name of the torch dtype.
         accumulates: Whether it accumulates over tokens, so that its dtype is ``HybridPrefixConfig.state_dtype`` where that is
-            set.
+            set, and a checkpoint may keep it in fewer bytes (`SlotLayout.kept_in`).
 
     Raises:
         ValueError: The dtype is unknown, or the shape has no elements.

@@ -170,7 +170,7 @@ class SlotPool:
         return slot
 
     def empty(self) -> list[tuple[int, int]]:
-        """Empties a page of checkpoints that are in no use, if the free slots of others suffice. The caller carries out the moves.
+        """Empties a page of checkpoints that no request reads, into free slots of others, if these suffice. The caller carries out the moves.
 
         Of one size none is emptied: a page has few states then.
 

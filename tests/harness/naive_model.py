@@ -159,6 +159,10 @@ class NaiveHybridModel:
             total = total + (of(off) - exact).square()
         return (total / seeds).sqrt()
 
+    def carried(self, state: torch.Tensor, at: int) -> torch.Tensor:
+        """Matrix states as the token at this position finds them: (heads, *shape of a component in a slot)."""
+        return state
+
     def _norm(self, x, name):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon) * self.weights[name]
 
@@ -270,7 +274,7 @@ class NaiveHybridModel:
             some, state = slice(at, at + PIECE), state.clone()
             states = torch.mul(x_dt[some, ..., None], b_t[some, :, None, :], out=memory[: len(x) - at])
             for t, (kept, new) in enumerate(zip(decay[some].unbind(), states.unbind(), strict=True), start=at):
-                state = new if t == zero_ssm_at else new.addcmul_(kept, state)
+                state = new if t == zero_ssm_at else new.addcmul_(kept, self.carried(state, t))
             rows.append(torch.einsum("thds,ths->thd", states, c_t[some]))
         rows = torch.cat(rows) + w["D"][:, None] * x_t
         y = (rows.flatten(1) * F.silu(z)).view(len(x), groups, -1)
@@ -310,6 +314,7 @@ class NaiveHybridModel:
                 *(part[some].unbind() for part in (decay, k[..., None], v[..., None], written)), states, strict=True
             )
             for t, (kept, key, value, row, new) in enumerate(pieces, start=at):
+                state = self.carried(state.mT, t).mT
                 old = torch.zeros_like(state) if t == zero_state_at else torch.mul(state, kept, out=new)
                 state = torch.baddbmm(old, torch.baddbmm(value, old, key, alpha=-1), row, out=new)
             rows.append((states @ q[some][..., None])[..., 0])
