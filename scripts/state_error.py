@@ -202,7 +202,7 @@ def table(name: str, found: dict[str, Any]) -> str:
     heads += [f"{n} turns" for n in RESUMES[1:]] + [f"at {depth}" for depth in DEPTHS] + ["greedy", "perplexity"]
     heads += [f"<={since}" for since in SINCE]
     lines = [f"{name}: {found['rows']} rows, perplexity {exact:.4f}; errors in 1e-3 nats"]
-    lines.append(f"{'':24}" + "".join(f"{head:>11}" for head in heads))
+    lines.append(f"{'':34}" + "".join(f"{head:>11}" for head in heads))
     for scheme in [name for name in errors if ";" not in name]:
         own = errors[scheme]
         others = [errors.get(f"{scheme}; {case}", own)["mean"] for case in (*RESUMES[1:], *(f"at {d}" for d in DEPTHS))]
@@ -213,7 +213,7 @@ def table(name: str, found: dict[str, Any]) -> str:
         cells += [f"{share:.3%}" for share in own["above"]] + [f"{1e3 * each:.3f}" for each in others]
         cells += [f"{own['greedy']:.2%}", f"{own['perplexity'] / exact - 1:+.1e}"]
         lines.append(
-            f"{scheme:24}" + "".join(f"{cell:>11}" for cell in [*cells, *(f"{1e3 * x:.3f}" for x in own["since"])])
+            f"{scheme:34}" + "".join(f"{cell:>11}" for cell in [*cells, *(f"{1e3 * x:.3f}" for x in own["since"])])
         )
     return "\n".join(lines)
 
