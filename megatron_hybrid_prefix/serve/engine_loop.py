@@ -209,7 +209,7 @@ class EngineLoop(Backend):
         try:
             self.engine.add_request(request_id, task.prompt, SamplingParams.deserialize(task.sampling))
         except Exception as error:
-            logger.error("the engine refused a request: %s", error, exc_info=not isinstance(error, ValueError))
+            logger.error("the engine refused a request", exc_info=not isinstance(error, ValueError))
             self._deliver([(task, Update(finished=True, error=f"{type(error).__name__}: {error}"))])
             return
         task.request_id = request_id
