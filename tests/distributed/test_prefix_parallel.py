@@ -65,7 +65,7 @@ def preempted() -> list[Any]:
     return [
         ["sends", [prompts[0][: BLOCK + 1], prompts[1][: BLOCK + 2]]],
         ["sends", prompts[:4], 12],
-        ["sends", [[*prompt, number] for number, prompt in enumerate(prompts)], 12],
+        ["sends", [[*prompt, number] for number, prompt in enumerate(prompts)], 80],
     ]
 
 
@@ -98,7 +98,7 @@ CHECKED: dict[str, Any] = {"check_ranks": True}
 SCENARIOS: dict[str, tuple[list[Any], dict[str, int], dict[str, Any]]] = {
     "tails": (tails(), {"slots": 40}, {}),
     "chunked": (chunked(), {"slots": 3}, {"enable_chunked_prefill": True, "max_tokens": 256}),
-    "preempted": (preempted(), {"slots": 6, "blocks": 8}, CHECKED),
+    "preempted": (preempted(), {"slots": 3, "blocks": 8}, CHECKED),
     "host": (host(), {"slots": 3, "blocks": 12}, CHECKED | {"host_gb": 0.05}),
     "pressed": (pressed(), {"slots": 3, "blocks": 5}, CHECKED | {"host_gb": 0.05}),
 }
