@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Buffer, Collection, Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 
 from megatron_hybrid_prefix.index.hints import NO_HINTS, Hints, Pin
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
@@ -274,7 +275,6 @@ class HybridPrefixCache:
             uncounted=match,
             counted_tokens=counted_tokens,
             session=None if hints.session is None else (match.chain.seed, hints.session),
-            ends_session=hints.ends_session,
             hints=hints,
         )
         if live.pinned_slot is not None:
@@ -533,7 +533,8 @@ class HybridPrefixCache:
         live = self._requests.live.pop(request_id, None)
         if live is None:
             return False
-        live.ends_session = live.ends_session and not comes_back
+        if comes_back:
+            live.hints = replace(live.hints, ends_session=False)
         if live.plans:
             self._requests.ending.append(live)
         else:
@@ -652,7 +653,7 @@ class HybridPrefixCache:
             self._device.end_decoded(*live.decoded[-1])
         if live.session is not None or self._device.tree.sessions.seen:
             self._device.note_session(live.path, live.session)
-            if live.session is not None and live.ends_session:
+            if live.session is not None and live.hints.ends_session:
                 self._device.end_session(live.session)
         self._unpin_source(live)
         self._device.blocks.release(live.block_ids, live.path)
@@ -686,9 +687,9 @@ class HybridPrefixCache:
         stats.lost_tokens_no_state += max(0, reuse.kv_tokens - reuse.state_tokens)
         if reuse.reason is not None:
             stats.not_reused[reuse.reason] += 1
-        hit = match.resume_tokens > 0
         if live.hints.pins or self._device.pins.kept:
             self._pin(live, match.resume_tokens // self.block_tokens)
+        hit = match.resume_tokens > 0
         self._device.starts.note(live.request_id, live.chain, reuse.reason, hit=hit, write=live.write)
 
     def _blocks_for(self, match: Match, length_tokens: int | None) -> int:

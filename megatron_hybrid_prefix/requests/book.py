@@ -175,7 +175,6 @@ class LiveRequest:
         uncounted: The match with which it is admitted, until its first forward is published and counted.
         counted_tokens: Tokens that were counted before: it was preempted, or started over.
         session: Its session; None: it has none.
-        ends_session: Whether that is over once the request is released.
         hints: What its caller knows of the future.
     """
 
@@ -199,7 +198,6 @@ class LiveRequest:
     uncounted: Match | None = None
     counted_tokens: int = 0
     session: Session | None = None
-    ends_session: bool = False
     hints: Hints = NO_HINTS
 
 

@@ -62,7 +62,7 @@ class PrefixRequest:
         read: Whether the request may reuse cached prefixes.
         write: Whether what it computes may be cached.
         breakpoints: Token positions up to which other prompts share this one.
-        hints: What its caller knows of others.
+        hints: What its caller knows of the future.
         wanted: Positions whose state other requests wait for.
         take_sample: Called once, at the first hit: whether to recompute and compare this hit.
         verify_at_tokens: Position to verify; 0: none.
