@@ -10,15 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.index.hints import (
-    ALL_SHARE,
-    MOST_PINS,
-    MOST_REQUESTS,
-    TENANT_SHARE,
-    Hints,
-    Pin,
-    Pins,
-)
+from megatron_hybrid_prefix.index.hints import ALL_SHARE, MOST_PINS, MOST_REQUESTS, TENANT_SHARE, Hints, Pin, Pins
 from megatron_hybrid_prefix.index.settings import CacheSettings
 
 BLOCK = 4
