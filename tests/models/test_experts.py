@@ -354,7 +354,8 @@ def test_a_latent_size_that_grouped_products_do_not_take_works_one_by_one(platfo
     naive.router_scores, hidden = [], torch.randn(40, 1, 64)
     with torch.inference_mode():
         wanted = naive._experts(hidden[:, 0].double(), "decoder.layers.1.mlp.")
-        torch.testing.assert_close(layer(hidden)[0][:, 0].double(), wanted, rtol=0, atol=1e-5)
+        error = (layer(hidden)[0][:, 0] - wanted).abs().max()
+    assert error <= 64 * torch.finfo(torch.float32).eps * wanted.abs().max()
 
 
 class DuplicatedLinear(torch.nn.Linear):
