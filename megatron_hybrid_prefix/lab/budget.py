@@ -69,7 +69,12 @@ def plan_budget(sizes: Sizes, usage: Usage, *, cache_bytes: int, mamba_bytes: in
         ValueError: There is no room for a state and a KV block.
     """
     block_bytes = sizes.kv_block_bytes(usage.block_tokens)
-    layout = PageLayout.of(block_bytes=block_bytes, state_bytes=sizes.state_bytes, alignment_bytes=ALIGNMENT_BYTES)
+    layout = PageLayout.of(
+        block_bytes=block_bytes,
+        state_bytes=sizes.checkpoint_bytes,
+        live_bytes=sizes.live_bytes,
+        alignment_bytes=ALIGNMENT_BYTES,
+    )
     rings, requests = sizes.rings(usage.block_tokens, usage.drafts), usage.max_requests
     set_aside_bytes = own_bytes(sizes.state_bytes, rings, own_slots=1, requests=requests)
     least_bytes = set_aside_bytes + layout.least_bytes + layout.block_bytes  # one block is megatron's dummy
@@ -79,12 +84,14 @@ def plan_budget(sizes: Sizes, usage: Usage, *, cache_bytes: int, mamba_bytes: in
     layout = replace(layout, total_blocks=(cache_bytes - set_aside_bytes) // layout.block_bytes - 1)
     cached_states = layout.slots
     if mamba_bytes is not None:
-        cached_states = min(cached_states, mamba_bytes // sizes.state_bytes)
+        cached_states = min(cached_states, mamba_bytes // sizes.checkpoint_bytes)
     conversation_blocks = ceil_div(usage.conversation_tokens, usage.block_tokens)
-    running = usage.max_requests
-    room, kept = layout.total_blocks * layout.page_states, conversation_blocks * layout.page_states + layout.page_blocks
-    all_run = min(running, room // (kept + layout.page_blocks))
-    conversations = max(all_run, (room - running * layout.page_blocks) // kept)
+    running, page_live = usage.max_requests, layout.page_live or layout.page_states
+    # In parts of a block, ``page_states * page_live`` of them: whole numbers.
+    room, runs = layout.total_blocks * layout.page_states * page_live, layout.page_blocks * layout.page_states
+    kept = (conversation_blocks * layout.page_states + layout.page_blocks) * page_live
+    all_run = min(running, room // (kept + runs))
+    conversations = max(all_run, (room - running * runs) // kept)
     return Plan(
         layout=layout,
         block_padding_bytes=layout.block_bytes - block_bytes,
@@ -92,8 +99,8 @@ def plan_budget(sizes: Sizes, usage: Usage, *, cache_bytes: int, mamba_bytes: in
         cached_states=cached_states,
         conversations=min(conversations, cached_states),
         # Padding stays on the device.
-        host_states=usage.host_bytes // sizes.state_bytes,
-        host_conversations=usage.host_bytes // (conversation_blocks * block_bytes + sizes.state_bytes),
+        host_states=usage.host_bytes // sizes.checkpoint_bytes,
+        host_conversations=usage.host_bytes // (conversation_blocks * block_bytes + sizes.checkpoint_bytes),
     )
 
 

@@ -45,6 +45,7 @@ class Sizes:
         tp: Tensor-parallel size. Bytes are per rank.
         vocabulary: Number of token ids, or None if the file does not say it.
         routes: Whether KV blocks hold the experts that each token went through (``moe_enable_routing_replay``).
+        checkpoint_dtype: Dtype in which checkpoints are kept (`SlotLayout.kept_in`). None: as live states.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Sizes:
     tp: int = 1
     vocabulary: int | None = None
     routes: bool = False
+    checkpoint_dtype: str | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -103,8 +105,18 @@ class Sizes:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one checkpoint on one rank."""
+        """Bytes of one live state on one rank."""
         return self.layout.slot_bytes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint on one rank: never more than those of a live state."""
+        return min(self.state_bytes, self.layout.kept_in(self.checkpoint_dtype).slot_bytes)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of one live state, if they are more than those of a checkpoint; else 0, as in `PageLayout`."""
+        return self.state_bytes if self.checkpoint_bytes < self.state_bytes else 0
 
     @property
     def kv_token_bytes(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.pool.pages import PageLayout
@@ -32,19 +33,24 @@ class Memory:
     Attributes:
         cache_bytes: All bytes.
         block_bytes: Bytes of a KV block.
-        state_bytes: Bytes of a state.
-        mamba_bytes: Most bytes of cached states; None: no limit.
+        state_bytes: Bytes of a checkpoint.
+        mamba_bytes: Most bytes of checkpoints; None: no limit.
+        live_bytes: Bytes of a live state, if it is larger; else 0.
     """
 
     cache_bytes: int
     block_bytes: int
     state_bytes: int
     mamba_bytes: int | None = None
+    live_bytes: int = 0
 
     @property
     def layout(self) -> PageLayout:
-        """Pages and blocks."""
-        return PageLayout.within(self.cache_bytes, block_bytes=self.block_bytes, state_bytes=self.state_bytes)
+        """Pages and blocks. Raises ValueError if there is no room for a KV block and a state."""
+        layout = PageLayout.of(block_bytes=self.block_bytes, state_bytes=self.state_bytes, live_bytes=self.live_bytes)
+        if self.cache_bytes < layout.least_bytes:
+            raise ValueError(f"cache_bytes={self.cache_bytes}: a state and a KV block need {layout.least_bytes} bytes")
+        return replace(layout, total_blocks=self.cache_bytes // layout.block_bytes)
 
     @property
     def most_states(self) -> int:
@@ -52,7 +58,7 @@ class Memory:
         fit = self.layout.slots
         return fit if self.mamba_bytes is None else min(fit, self.mamba_bytes // self.state_bytes)
 
-    def cache_sizes(self) -> dict[str, int]:
+    def cache_sizes(self) -> dict[str, Any]:
         """Fields of `CacheSettings`."""
         return {**self.layout.cache_sizes(), "state_slots": self.most_states}
 
@@ -71,4 +77,7 @@ class Memory:
 def page_words(layout: PageLayout) -> str:
     """What a page holds, in words."""
     blocks = "1 KV block" if layout.page_blocks == 1 else f"{layout.page_blocks} KV blocks"
-    return f"a state takes {blocks}" if layout.page_states == 1 else f"{layout.page_states} states take {blocks}"
+    live = {"live state": layout.page_live} if layout.page_live else {}
+    sizes = live | {"checkpoint" if live else "state": layout.page_states}
+    states = " or ".join(f"a {what}" if count == 1 else f"{count} {what}s" for what, count in sizes.items())
+    return f"{states} {'takes' if layout.page_states == 1 else 'take'} {blocks}"
