@@ -50,7 +50,7 @@ def make_parser() -> ArgumentParser:
     parser = terminal.command_parser(__doc__)
     text = "a preset, a file of Megatron arguments (YAML, JSON), or a config.json"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
-    options.add_options(parser, "--hf", "--tp", "--state-dtype", title="model")
+    options.add_options(parser, "--hf", "--tp", "--state-dtype", "--checkpoint-dtype", title="model")
     group = parser.add_argument_group("budget per rank")
     memory = {"help": "GiB for KV, checkpoints and states of running requests together"}
     shared = (
@@ -97,6 +97,8 @@ def rows_of(sizes: Sizes, plan: Plan, usage: Usage) -> list[tuple[str, str]]:
         ("most cached states", f"{plan.cached_states:,}"),
         (f"conversations of {usage.conversation_tokens:,} tokens with a checkpoint each", f"{plan.conversations:,}"),
     ]
+    if sizes.checkpoint_dtype:
+        rows.insert(2, (f"... as a checkpoint in {sizes.checkpoint_dtype}", f"{sizes.checkpoint_bytes:,} bytes"))
     if usage.host_bytes:
         rows.append(("... on the host, beside them", f"{plan.host_conversations:,}"))
         rows.append(("states on the host, if it holds no KV", f"{plan.host_states:,}"))
@@ -117,7 +119,7 @@ def check_model(args: argparse.Namespace) -> Sizes:
     assert sizes is not None  # there is a model
     if args.enable_return_routed_experts and not sizes.config.has_experts:
         raise InputError("--enable-return-routed-experts: needs --hf or a preset, with experts")
-    sizes = replace(sizes, routes=args.enable_return_routed_experts)
+    sizes = replace(sizes, routes=args.enable_return_routed_experts, checkpoint_dtype=args.checkpoint_dtype)
     if (args.cache_gb is None) == (args.gpu_gb is None):
         raise InputError("give --cache-gb or --gpu-gb, and only one of them")
     if args.gpu_gb is not None and args.hf is None and args.model not in PRESETS:
@@ -160,7 +162,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     mamba_bytes = None if args.mamba_gb is None else bytes_of(args.mamba_gb, GIB, "--mamba-gb")
     with terminal.as_input_errors(ValueError, prefix=f"{given}: "):
         plan = plan_budget(sizes, usage, cache_bytes=cache_bytes, mamba_bytes=mamba_bytes)
-    least_bytes = sizes.state_bytes + sizes.kv_block_bytes(usage.block_tokens)  # padding stays on the device
+    least_bytes = sizes.checkpoint_bytes + sizes.kv_block_bytes(usage.block_tokens)  # padding stays on the device
     if 0 < usage.host_bytes < least_bytes:
         raise InputError(f"--host-gb {args.host_gb:g}: a state and a KV block take {least_bytes / GIB:.4f} GiB")
     title = f"{terminal.printable(sizes.name)}, tp={sizes.tp}"
@@ -180,7 +182,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
         "cache_bytes": cache_bytes,
         "mamba_bytes": mamba_bytes,
         "host_bytes": usage.host_bytes,
-        "checkpoint_bytes": sizes.state_bytes,
+        "checkpoint_bytes": sizes.checkpoint_bytes,
         "kv_token_bytes": sizes.kv_token_bytes,
         "next_logits_bytes": sizes.next_logits_bytes,
         "live_request_bytes": sizes.state_bytes + plan.ring_bytes,

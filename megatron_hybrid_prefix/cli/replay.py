@@ -15,8 +15,8 @@ TRACE is a file with one JSON object per line, in one of three formats:
     text       "timestamp" and "input", the whole prompt as text
 
 With --cache-gb, KV, checkpoints and the state of the running request share one memory of so many GiB, with the bytes of
-the model of --preset or --hf. --mamba-gb limits the bytes of the checkpoints in it, and --host-gb adds a host tier.
-With --state-slots the number of checkpoints is limited, and KV is not.
+the model of --preset or --hf. --mamba-gb limits the bytes of the checkpoints in it, --checkpoint-dtype keeps them in fewer,
+and --host-gb adds a host tier. With --state-slots the number of checkpoints is limited, and KV is not.
 
 With --hints each policy runs again with sessions, and is told that one is over so many seconds after its last request (0: at once, what an RL
 loop knows; else a client's time-out). If a trace names no sessions, a request continues the latest one whose whole blocks, two or
@@ -89,7 +89,7 @@ def make_parser() -> ArgumentParser:
     hosts.add_argument("--host-pages", type=options.whole_number, default=0, metavar="N", help=text)
     options.add_options(hosts, "--host-gb", host_gb={"help": "the host tier beside --cache-gb, in GiB"})
     model = {"help": "the model whose bytes count: this preset, Megatron arguments or Hugging Face config.json"}
-    options.add_options(group, "--mamba-gb", "--preset", "--hf", preset=model)
+    options.add_options(group, "--mamba-gb", "--checkpoint-dtype", "--preset", "--hf", preset=model)
     add = parser.add_argument_group("policy").add_argument
     text = f"policies that pick the state to evict (default: {' '.join(DEFAULT_POLICIES)})"
     names = eviction_policy_names()
@@ -105,20 +105,22 @@ def make_parser() -> ArgumentParser:
 def budgets_of(args: argparse.Namespace, trace: Trace, sizes: Sizes | None) -> dict[str, dict[str, Any]]:
     """Fields of `CacheSettings` by budget. Raises InputError if one is too small."""
     if args.cache_gb is None:
-        if args.mamba_gb is not None or args.host_gb is not None:
-            raise InputError("--mamba-gb and --host-gb go with --cache-gb; with --state-slots use --host-pages")
+        if (args.mamba_gb, args.host_gb, args.checkpoint_dtype) != (None,) * 3:
+            text = "--mamba-gb, --host-gb and --checkpoint-dtype go with --cache-gb"
+            raise InputError(f"{text}; with --state-slots use --host-pages")
         host = {"host_pages": args.host_pages}
         return {f"{count:,}": unlimited_kv(trace, count) | host for count in args.state_slots}
     if sizes is None:
         raise InputError("--cache-gb: needs the bytes of a model: give --preset or --hf")
-    block_bytes, state_bytes = sizes.kv_block_bytes(trace.block_tokens), sizes.state_bytes
+    sizes = dataclasses.replace(sizes, checkpoint_dtype=args.checkpoint_dtype)
+    block_bytes, state_bytes = sizes.kv_block_bytes(trace.block_tokens), sizes.checkpoint_bytes
     mamba_bytes = None if args.mamba_gb is None else bytes_of(args.mamba_gb, GIB, "--mamba-gb")
     found = {}
     for gib in args.cache_gb:
         options.check_cap(args.mamba_gb, gib)
         cache_bytes = bytes_of(gib, GIB, "--cache-gb")
         with terminal.as_input_errors(ValueError, prefix=f"--cache-gb {gib:g}: "):
-            memory = Memory(cache_bytes, block_bytes, state_bytes, mamba_bytes)
+            memory = Memory(cache_bytes, block_bytes, state_bytes, mamba_bytes, sizes.live_bytes)
             host = memory.host_options(bytes_of(args.host_gb or 0, GIB, "--host-gb")) or {"host_pages": args.host_pages}
             found[f"{gib:g}"] = memory.cache_sizes() | host
     return found
@@ -217,7 +219,9 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     ceiling = sum(ceiling_tokens(trace)) / trace.prompt_tokens
     runs = run_all(trace, args, budgets, interrupt)
     console = terminal.output_console()
-    print_report(console, trace, runs, ceiling, "state slots" if args.cache_gb is None else "GiB for KV and states")
+    kept_in = "" if args.checkpoint_dtype is None else f", checkpoints in {args.checkpoint_dtype}"
+    what = "state slots" if args.cache_gb is None else f"GiB for KV and states{kept_in}"
+    print_report(console, trace, runs, ceiling, what)
     if args.at_once and sizes is not None:
         block_bytes = sizes.kv_block_bytes(trace.block_tokens)
         needed = running_bytes(trace, args.at_once, block_bytes, sizes.state_bytes) / GIB

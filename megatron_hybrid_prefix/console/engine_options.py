@@ -21,6 +21,7 @@ from megatron_hybrid_prefix.console.terminal import (
     check_writable,
 )
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
+from megatron_hybrid_prefix.pool.layout import CHECKPOINT_DTYPES
 from megatron_hybrid_prefix.sampling import drafts_problem
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
 from megatron_hybrid_prefix.tiers.registry import parse_url
@@ -274,6 +275,9 @@ OPTIONS: dict[str, Option] = {
         metavar="N",
     ),
     **_ENGINE,
+    "--checkpoint-dtype": _option(
+        "dtype in which checkpoints keep matrix states (default: as live states)", choices=CHECKPOINT_DTYPES
+    ),
     "--json": _path("write all results as JSON"),
     "--plot": _path("draw the results, as PNG or SVG"),
 }

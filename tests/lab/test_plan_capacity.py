@@ -268,6 +268,23 @@ def test_what_a_budget_holds_of_qwen3_next(tmp_path, capsys):
     assert "3,168 tokens" in capsys.readouterr().out
 
 
+def test_checkpoints_in_int8(tmp_path, capsys):
+    """A page has a live state or two checkpoints. In bfloat16 they are as live states of this model."""
+    kept = 24 * (128 * 64 * 128 + 2 * (128 * 64 + 128 * 128 + 4 * 10240))  # integers; scales, and the window
+    given = "--cache-gb", 40, "--max-requests", 8, "--host-gb", 5, "--checkpoint-dtype"
+    data = plan(tmp_path, *given, "int8")
+    blocks, of_page = data["total_blocks"], (data["page_blocks"], data["page_live"], data["page_states"])
+    assert (data["checkpoint_bytes"], data["live_request_bytes"]) == (kept, STATE_BYTES + RING_BYTES)
+    assert of_page == (14, 1, 2) and "a live state or 2 checkpoints take 14 KV blocks" in capsys.readouterr().out
+    assert blocks == (40 * 2**30 - STATE_BYTES - 8 * RING_BYTES) // (256 * TOKEN_BYTES) - 1
+    assert data["cached_states"] == blocks // 14 * 2 and data["conversations"] == int((blocks - 8 * 14) / (32 + 14 / 2))
+    assert data["host_states"] == 5 * 2**30 // kept
+    assert data["host_conversations"] == 5 * 2**30 // (kept + 32 * 256 * TOKEN_BYTES)
+    assert plan(tmp_path, *given, "int8", "--mamba-gb", 2)["cached_states"] == 2 * 2**30 // kept
+    same, as_live = plan(tmp_path, *given, "bfloat16"), plan(tmp_path, *given[:-1])
+    assert same | {"command": ""} == as_live | {"command": ""} and same["page_live"] == 0
+
+
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_the_budget_is_that_of_the_engine(tiny, tiny_mtp, drafts):
     from megatron_hybrid_prefix import HybridPrefixConfig

@@ -68,6 +68,23 @@ def test_table_and_json(tmp_path, capsys):
     assert with_host["counters"]["tiers"]["host"]["loads"] > 0
 
 
+def test_checkpoints_in_int8(tmp_path, capsys):
+    """More of them fit, on the host, too. Those of this model in bfloat16 are as live states."""
+    trace, report = write_trace(tmp_path / "t.jsonl", made_up("chat", 90)), tmp_path / "r.json"
+    given = ["--preset", "nemotron-h-8b", "--cache-gb", "1.5", "--mamba-gb", "0.5", "--host-gb", "0.5", "--json"]
+    found = {}
+    for dtype in ("", "bfloat16", "int8"):
+        assert run(trace, *given, report, *(["--checkpoint-dtype", dtype] if dtype else [])) == 0
+        assert (f", checkpoints in {dtype}" in capsys.readouterr().out) == bool(dtype)
+        found[dtype] = json.loads(report.read_text())["runs"][0]
+    as_live, in_int8 = found[""], found["int8"]
+    assert as_live | {"seconds": 0} == found["bfloat16"] | {"seconds": 0}
+    sizes = {"kv_blocks": 192, "page_blocks": 7, "page_states": [1, 2], "state_slots": GIB // 2 // 28_311_552}
+    sizes |= {"host_pages": 512, "host_kv_pages": 8, "host_state_pages": 27}
+    assert in_int8["settings"].items() >= sizes.items()
+    assert in_int8["reused_tokens"] > as_live["reused_tokens"]
+
+
 def steps_of_a_request(kind: str, requests: int, gib: int) -> float:
     trace = made_up(kind, requests)
     return steps(lambda: replayed(trace, cache_bytes=gib * GIB)) / requests

@@ -275,7 +275,7 @@ BAD_OPTIONS = {  # by command line
     "--block-tokens 0": "argument --block-tokens: '0' is not a whole number above 0",
     "--eviction fifo": "argument --eviction: invalid choice: 'fifo' (choose from ",
     "--cache-gb 3": "--cache-gb: needs the bytes of a model: give --preset or --hf",
-    "--mamba-gb 3": "--mamba-gb and --host-gb go with --cache-gb; with --state-slots use --host-pages",
+    "--mamba-gb 3": "--mamba-gb, --host-gb and --checkpoint-dtype go with --cache-gb; with --state-slots use --host-pages",
     "--cache-gb 2 4 --mamba-gb 3 --preset tiny": "--mamba-gb 3: the most for checkpoints in",
     "--cache-gb 3 --state-slots 4": "argument --state-slots: not allowed with argument --cache-gb",
     "--cache-gb 0.01 --preset nemotron-h-8b": "--cache-gb 0.01: cache_bytes=10737418: a state and a KV",
