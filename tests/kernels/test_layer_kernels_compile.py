@@ -16,6 +16,7 @@ from megatron_hybrid_prefix.ops import (
     mamba_decode,
     mamba_scan,
     residual_norm,
+    state_codes,
     wrong_entries,
 )
 from megatron_hybrid_prefix.ops.invariant import linear_triton
@@ -26,7 +27,7 @@ from tests.kernels.compiled import compiled, faults, spills
 H200 = 132  # multiprocessors
 INT32 = {"sources_ptr", "starts_ptr", "chunk_bounds_ptr", "bounds_ptr", "end_ptr", "wrong_ptr"}
 INT32 |= {"cu_seqlens_q_ptr", "lengths_ptr", "block_table_ptr", "positions_ptr", "origins_ptr", "ends_ptr"}
-INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr"}
+INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr", "state_slots_ptr"}
 INT64 |= {
     "added_ptr",
     "rings_ptr",
@@ -168,6 +169,18 @@ def test_update_of_the_delta_rule(states, tokens, R, size, tmp_path):
     types = {"states_ptr": f"*{states}", "written_ptr": f"*{states}"}
     kernel = delta_rule_triton._update_kernel
     assert not spills(compiled(kernel, lambda name: types.get(name) or type_of(name), constants, tmp_path, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 128), (128, 128), (96, 192), (128, 256)])
+def test_codes_of_states(rows, columns, keep, tmp_path):
+    """The registers suffice."""
+    constants, kernel = state_codes.tile_of(rows, columns) | {"KEEP": keep}, state_codes._code_slots_kernel
+    types, warps = {"states_ptr": "*fp32", "values_ptr": "*i8"}, constants.pop("num_warps")
+    assert not spills(
+        compiled(kernel, lambda name: types.get(name) or type_of(name), constants, tmp_path, num_warps=warps)
+    )
 
 
 @pytest.mark.parametrize(

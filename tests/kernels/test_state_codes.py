@@ -1,11 +1,15 @@
-"""States in int8: each element against arithmetic of one element, and what is not finite."""
+"""States in int8: each element against arithmetic of one element, and what is not finite.
+
+Slots are kept and restored in PyTorch, on a GPU by kernels, and with TRITON_INTERPRET=1 (``test_interpreted.py``) by kernels on the host.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megatron_hybrid_prefix.ops.state_codes import decode, encode
+from megatron_hybrid_prefix.ops.state_codes import decode, encode, keep_slots, restore_slots
+from tests.kernels.places import DEVICES, INTERPRETED
 
 
 def outer_products(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -67,3 +71,86 @@ def test_scales_of_columns_pay():
     scales = states.abs().amax(-1, keepdim=True) / 127
     of_rows = (states / scales).round() * scales
     assert (of_rows - states).abs().mean() > 1.2 * (decode(*encode(states)) - states).abs().mean()
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rounds_as_kernels(monkeypatch):
+    """Triton's interpreter cuts off what bfloat16 does not have."""
+    if INTERPRETED:
+        monkeypatch.setattr(
+            torch.Tensor, "bfloat16", lambda x: (x.view(torch.int32) >> 16 << 16).view(x.dtype).to(torch.bfloat16)
+        )
+
+
+def converted(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.bfloat16() if (x.dtype, dtype) == (torch.float32, torch.bfloat16) else x.to(dtype)
+
+
+def some_slots(shape: tuple[int, ...], dtype: torch.dtype, device: str, values: torch.Tensor | float = 9):
+    """(5 slots, 3 layers, *shape), and (2 layers, 5 slots, *shape) of it: strided over layers and over slots."""
+    whole = torch.empty(5, 3, *shape, dtype=dtype, device=device).copy_(torch.as_tensor(values))
+    return whole, whole[:, 1:].transpose(0, 1)
+
+
+COPIES = [3, -1, 0, 4, 2], [2, 1, -1, 4, 0]
+"""Slots to read, and slots to write: two are no copies."""
+
+
+def check_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for pair in zip(found, expected, strict=True):
+        torch.testing.assert_close(*(each.cpu() for each in pair), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("rounds_as_kernels")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 64, 128), (1, 128, 128), (3, 16, 16), (2, 3, 5, 7), (40, 24)])
+def test_slots_are_kept_and_restored_as_the_codes_say(device, dtype, shape):
+    values = outer_products(5, 3, *shape)
+    values[2, 1, ..., 1, 3], values[4, 1, ..., 1, 3], values[4, 2, ..., 4, :] = torch.nan, -torch.inf, 0
+    states = some_slots(shape, dtype, device, values)
+    kinds = (shape, torch.int8), (shape[:-1], torch.bfloat16), ((*shape[:-2], shape[-1]), torch.bfloat16)
+    pools, parts = zip(*(some_slots(*kind, device) for kind in kinds), strict=True)
+    expected = [pool.cpu() for pool in pools]
+    of_copies = [torch.tensor(slots, device=device) for slots in COPIES]
+    for source, slot in zip(*COPIES, strict=True):
+        if source >= 0 and slot >= 0:
+            for part, code in zip(expected, encode(states[1][:, source].cpu()), strict=True):
+                part[slot, 1:] = code
+    keep_slots(states[1], parts, *of_copies)
+    check_same(pools, expected)
+    whole = states[0].cpu()
+    for slot, target in zip(*COPIES, strict=True):
+        if slot >= 0 and target >= 0:
+            whole[target, 1:] = converted(decode(*(part[slot, 1:] for part in expected)), dtype)
+    restore_slots(parts, states[1], *of_copies)
+    check_same([states[0]], [whole])
+
+
+@pytest.mark.usefixtures("rounds_as_kernels")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "kept"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+)
+def test_slots_are_kept_in_another_type(device, dtype, kept):
+    dtype, kept = getattr(torch, dtype), getattr(torch, kept)
+    (whole, states), (pool, part) = (
+        some_slots((40, 51), dtype, device, outer_products(5, 3, 40, 51)),
+        some_slots((40, 51), kept, device),
+    )
+    expected, of_copies = [pool.cpu(), whole.cpu()], [torch.tensor(slots, device=device) for slots in COPIES]
+    for at, (source, target, kind) in enumerate(((expected[1], expected[0], kept), (expected[0], expected[1], dtype))):
+        before = source.clone()
+        for one, to in zip(*COPIES, strict=True):
+            if one >= 0 and to >= 0:
+                target[to, 1:] = converted(before[one, 1:], kind)
+        restore_slots([part], states, *of_copies) if at else keep_slots(states, [part], *of_copies)
+        check_same([pool, whole], expected)
+
+
+def test_nothing_is_kept_of_no_layers():
+    none = torch.zeros(0, 3, 5, 7)
+    keep_slots(none, encode(none), *[torch.tensor([1])] * 2)
