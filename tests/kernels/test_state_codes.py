@@ -114,7 +114,7 @@ def test_slots_are_kept_and_restored_as_the_codes_say(device, dtype, shape):
     states = some_slots(shape, dtype, device, values)
     kinds = (shape, torch.int8), (shape[:-1], torch.bfloat16), ((*shape[:-2], shape[-1]), torch.bfloat16)
     pools, parts = zip(*(some_slots(*kind, device) for kind in kinds), strict=True)
-    expected = [pool.cpu() for pool in pools]
+    expected = [pool.cpu().clone() for pool in pools]
     of_copies = [torch.tensor(slots, device=device) for slots in COPIES]
     for source, slot in zip(*COPIES, strict=True):
         if source >= 0 and slot >= 0:
@@ -122,7 +122,7 @@ def test_slots_are_kept_and_restored_as_the_codes_say(device, dtype, shape):
                 part[slot, 1:] = code
     keep_slots(states[1], parts, *of_copies)
     check_same(pools, expected)
-    whole = states[0].cpu()
+    whole = states[0].cpu().clone()
     for slot, target in zip(*COPIES, strict=True):
         if slot >= 0 and target >= 0:
             whole[target, 1:] = converted(decode(*(part[slot, 1:] for part in expected)), dtype)
@@ -141,7 +141,10 @@ def test_slots_are_kept_in_another_type(device, dtype, kept):
         some_slots((40, 51), dtype, device, outer_products(5, 3, 40, 51)),
         some_slots((40, 51), kept, device),
     )
-    expected, of_copies = [pool.cpu(), whole.cpu()], [torch.tensor(slots, device=device) for slots in COPIES]
+    expected, of_copies = (
+        [pool.cpu().clone(), whole.cpu().clone()],
+        [torch.tensor(slots, device=device) for slots in COPIES],
+    )
     for at, (source, target, kind) in enumerate(((expected[1], expected[0], kept), (expected[0], expected[1], dtype))):
         before = source.clone()
         for one, to in zip(*COPIES, strict=True):
