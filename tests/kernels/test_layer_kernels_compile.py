@@ -92,7 +92,14 @@ def test_scan_of_open_chunks(name, tmp_path):
     """As a decode launches it: registers suffice."""
     constants = KERNELS[name][1] | {"OPEN": True}
     constants |= {"_chunk_outputs_kernel": mamba_scan._TILE, "_pass_states_kernel": {"TOGETHER": 32}}.get(name, {})
-    types = {"states_ptr": "*fp32", "before_ptr": "*fp32", "sources_ptr": "*i64", "A_ptr": "*fp32", "dt_ptr": "*bf16"}
+    types = {
+        "states_ptr": "*fp32",
+        "kept_states_ptr": "*fp32",
+        "before_ptr": "*fp32",
+        "sources_ptr": "*i64",
+        "A_ptr": "*fp32",
+        "dt_ptr": "*bf16",
+    }
     types |= {"dt_ptr": "*fp32"} if name == "_pass_states_kernel" else {}
     options = {key: constants.pop(key) for key in ("num_stages",) if key in constants}
     sass = compiled(
@@ -121,7 +128,9 @@ def test_delta_rule(name, dtype, size, is_open, tmp_path):
     inputs = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
 
     def kind(name: str) -> str:
-        return "*fp32" if name in ("factors_ptr", "decays_ptr", "states_ptr") else type_of(name, inputs)
+        return (
+            "*fp32" if name in ("factors_ptr", "decays_ptr", "states_ptr", "kept_states_ptr") else type_of(name, inputs)
+        )
 
     assert compiled(getattr(delta_rule_triton, name), kind, launch, tmp_path, **options)
 

@@ -95,63 +95,37 @@ def some_slots(shape: tuple[int, ...], dtype: torch.dtype, device: str, values: 
     return whole, whole[:, 1:].transpose(0, 1)
 
 
-COPIES = [3, -1, 0, 4, 2], [2, 1, -1, 4, 0]
-"""Slots to read, and slots to write: two are no copies."""
-
-
-def check_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for pair in zip(found, expected, strict=True):
-        torch.testing.assert_close(*(each.cpu() for each in pair), rtol=0, atol=0, equal_nan=True)
+FLOAT, HALF = torch.float32, torch.bfloat16
+SHAPES = [(2, 64, 128), (1, 128, 128), (3, 16, 16), (2, 3, 5, 7), (40, 24)]
+CASES = [*((shape, dtype, torch.int8) for shape in SHAPES for dtype in (FLOAT, HALF))]
+CASES += [((40, 51), FLOAT, HALF), ((40, 51), HALF, FLOAT), ((40, 51), HALF, HALF)]
 
 
 @pytest.mark.usefixtures("rounds_as_kernels")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(2, 64, 128), (1, 128, 128), (3, 16, 16), (2, 3, 5, 7), (40, 24)])
-def test_slots_are_kept_and_restored_as_the_codes_say(device, dtype, shape):
-    values = outer_products(5, 3, *shape)
+@pytest.mark.parametrize(("shape", "dtype", "kept"), CASES)
+def test_slots_are_kept_and_restored(device, shape, dtype, kept):
+    """As codes or in another type; nothing else is written."""
+    values, kinds = outer_products(5, 3, *shape), [(shape, kept)]
     values[2, 1, ..., 1, 3], values[4, 1, ..., 1, 3], values[4, 2, ..., 4, :] = torch.nan, -torch.inf, 0
-    states = some_slots(shape, dtype, device, values)
-    kinds = (shape, torch.int8), (shape[:-1], torch.bfloat16), ((*shape[:-2], shape[-1]), torch.bfloat16)
+    if kept == torch.int8:
+        kinds += [(shape[:-1], HALF), ((*shape[:-2], shape[-1]), HALF)]
+    whole, states = some_slots(shape, dtype, device, values)
     pools, parts = zip(*(some_slots(*kind, device) for kind in kinds), strict=True)
-    expected = [pool.cpu().clone() for pool in pools]
-    of_copies = [torch.tensor(slots, device=device) for slots in COPIES]
-    for source, slot in zip(*COPIES, strict=True):
-        if source >= 0 and slot >= 0:
-            for part, code in zip(expected, encode(states[1][:, source].cpu()), strict=True):
-                part[slot, 1:] = code
-    keep_slots(states[1], parts, *of_copies)
-    check_same(pools, expected)
-    whole = states[0].cpu().clone()
-    for slot, target in zip(*COPIES, strict=True):
-        if slot >= 0 and target >= 0:
-            whole[target, 1:] = converted(decode(*(part[slot, 1:] for part in expected)), dtype)
-    restore_slots(parts, states[1], *of_copies)
-    check_same([states[0]], [whole])
-
-
-@pytest.mark.usefixtures("rounds_as_kernels")
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("dtype", "kept"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
-)
-def test_slots_are_kept_in_another_type(device, dtype, kept):
-    dtype, kept = getattr(torch, dtype), getattr(torch, kept)
-    (whole, states), (pool, part) = (
-        some_slots((40, 51), dtype, device, outer_products(5, 3, 40, 51)),
-        some_slots((40, 51), kept, device),
-    )
-    expected, of_copies = (
-        [pool.cpu().clone(), whole.cpu().clone()],
-        [torch.tensor(slots, device=device) for slots in COPIES],
-    )
-    for at, (source, target, kind) in enumerate(((expected[1], expected[0], kept), (expected[0], expected[1], dtype))):
-        before = source.clone()
-        for one, to in zip(*COPIES, strict=True):
-            if one >= 0 and to >= 0:
-                target[to, 1:] = converted(before[one, 1:], kind)
-        restore_slots([part], states, *of_copies) if at else keep_slots(states, [part], *of_copies)
-        check_same([pool, whole], expected)
+    right, *rights = (each.cpu().clone() for each in (whole, *pools))
+    slots = [torch.tensor(each, device=device) for each in ([3, -1, 0, 4, 2], [2, 1, -1, 4, 0])]
+    copies = (3, 2), (4, 4), (2, 0)
+    for source, slot in copies:
+        state = right[source, 1:]
+        for part, code in zip(rights, encode(state) if len(kinds) > 1 else [converted(state, kept)], strict=True):
+            part[slot, 1:] = code
+    keep_slots(states, parts, *slots)
+    for slot, target in copies:
+        codes = [part[slot, 1:] for part in rights]
+        right[target, 1:] = converted(decode(*codes) if len(kinds) > 1 else codes[0], dtype)
+    restore_slots(parts, states, *slots)
+    for found, expected in zip((whole, *pools), (right, *rights), strict=True):
+        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_nothing_is_kept_of_no_layers():
