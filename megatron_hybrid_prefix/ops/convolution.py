@@ -247,6 +247,7 @@ def write_conv_windows(
     source_slots: torch.Tensor,
     live_slots: torch.Tensor,
     chunk_slots: torch.Tensor,
+    kept: torch.Tensor | None = None,
 ) -> None:
     """Write the window after each sequence, and after each chunk that has a slot; updates ``windows`` in place.
 
@@ -260,45 +261,36 @@ def write_conv_windows(
         source_slots: (sequences,) int64, slot of the window before each sequence.
         live_slots: (sequences,) int64, slot for its final window; negative: none.
         chunk_slots: (chunks,) int64, slot for the window after a chunk; negative: none.
+        kept: Where windows after chunks go, (slots, dim, d_conv) as ``windows``, of the same dtype; None: ``windows``.
     """
+    kept, (_, dim, d_conv) = windows if kept is None else kept, windows.shape
     if not runs_kernel(inputs):
-        d_conv = windows.shape[2]
         initial = windows[source_slots].clone()
         for sequence in range(source_slots.shape[0]):
             first, last = int(first_chunks[sequence]), int(first_chunks[sequence + 1])
             start = int(chunk_bounds[first])
-            slots = [(int(chunk_slots[chunk]), int(chunk_bounds[chunk + 1])) for chunk in range(first, last)]
-            slots.append((int(live_slots[sequence]), int(chunk_bounds[last])))
-            for slot, end in slots:
+            ends = [(kept, int(chunk_slots[chunk]), int(chunk_bounds[chunk + 1])) for chunk in range(first, last)]
+            ends.append((windows, int(live_slots[sequence]), int(chunk_bounds[last])))
+            for target, slot, end in ends:
                 if slot >= 0:
                     own = inputs[max(start, end - d_conv) : end].T  # (dim, up to d_conv)
-                    kept = d_conv - own.shape[1]
-                    windows[slot, :, :kept] = initial[sequence, :, d_conv - kept :]
-                    windows[slot, :, kept:] = own.to(windows.dtype)
+                    left = d_conv - own.shape[1]
+                    target[slot, :, :left] = initial[sequence, :, d_conv - left :]
+                    target[slot, :, left:] = own.to(windows.dtype)
         return
-    _, dim, d_conv = windows.shape
-    assert windows[0].is_contiguous() and inputs.stride(1) == 1
-    _write_conv_windows_kernel[(triton.cdiv(dim, _BLOCK), source_slots.shape[0])](
-        inputs,
-        windows,
-        first_chunks,
-        chunk_bounds,
-        source_slots,
-        live_slots,
-        chunk_slots,
-        dim,
-        inputs.stride(0),
-        windows.stride(0),
-        D_CONV=d_conv,
-        WIDTH=triton.next_power_of_2(d_conv),
-        BLOCK=_BLOCK,
-    )
+    assert windows[0].is_contiguous() and kept[0].is_contiguous() and inputs.stride(1) == 1
+    slots = first_chunks, chunk_bounds, source_slots, live_slots, chunk_slots
+    strides = inputs.stride(0), windows.stride(0), kept.stride(0)
+    sizes = {"D_CONV": d_conv, "WIDTH": triton.next_power_of_2(d_conv), "BLOCK": _BLOCK}
+    grid = triton.cdiv(dim, _BLOCK), source_slots.shape[0]
+    _write_conv_windows_kernel[grid](inputs, windows, kept, *slots, dim, *strides, **sizes)
 
 
 @jit
 def _write_conv_windows_kernel(
     inputs_ptr: tl.tensor,  # (tokens, dim), strided over tokens
     windows_ptr: tl.tensor,  # (slots, dim, d_conv), strided over slots
+    kept_windows_ptr: tl.tensor,
     first_chunks_ptr: tl.tensor,
     chunk_bounds_ptr: tl.tensor,
     source_slots_ptr: tl.tensor,
@@ -307,6 +299,7 @@ def _write_conv_windows_kernel(
     dim: tl.tensor,
     stride_inputs: tl.int64,
     stride_slot: tl.int64,
+    stride_kept: tl.int64,
     D_CONV: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -327,8 +320,10 @@ def _write_conv_windows_kernel(
     for write in range(first, last + 1):
         is_live = write == last
         slot = tl.load(chunk_slots_ptr + write, mask=write < last, other=-1)
+        target_ptr = kept_windows_ptr + slot * stride_kept
         if is_live:
             slot = tl.load(live_slots_ptr + sequence)
+            target_ptr = windows_ptr + slot * stride_slot
         end = tl.load(chunk_bounds_ptr + tl.minimum(write + 1, last)).to(tl.int64)
         rows = end - D_CONV + columns  # (WIDTH,)
         own = rows >= start
@@ -345,7 +340,7 @@ def _write_conv_windows_kernel(
         )
         tl.debug_barrier()  # a program reads all of this window's inputs before it writes the window
         tl.store(
-            windows_ptr + slot * stride_slot + in_slot,
+            target_ptr + in_slot,
             tl.where(own[None, :], values, earlier),
             mask=mask & (slot >= 0),
         )

@@ -26,7 +26,12 @@ Rings = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def scan_pairs(
-    inputs: Inputs, states: torch.Tensor, *, chunk_bounds: torch.Tensor, **slots: torch.Tensor
+    inputs: Inputs,
+    states: torch.Tensor,
+    *,
+    chunk_bounds: torch.Tensor,
+    kept: torch.Tensor | None = None,
+    **slots: torch.Tensor,
 ) -> torch.Tensor:
     """All sequences of a prefill. Queries and keys are made unit vectors.
 
@@ -34,12 +39,13 @@ def scan_pairs(
         inputs: Packed.
         states: (slots, value heads, K, V), the pool of one layer.
         chunk_bounds: (chunks + 1,) integer, in steps: chunks are cut at multiples of 64 steps, also inside of a token.
-        **slots: As of `scan_delta_rule`.
+        kept: As of `scan_delta_rule`.
+        **slots: Likewise.
 
     Returns:
         (tokens, value heads, V) in v's type; zero in rows of no sequence.
     """
-    y = scan_delta_rule(*steps_of(*inputs), states, normalise=True, chunk_bounds=chunk_bounds, **slots)
+    y = scan_delta_rule(*steps_of(*inputs), states, normalise=True, chunk_bounds=chunk_bounds, kept=kept, **slots)
     return y.unflatten(0, inputs[1].shape[:2])[:, -1]
 
 

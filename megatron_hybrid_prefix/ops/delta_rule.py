@@ -46,6 +46,7 @@ def scan_delta_rule(
     source_slots: torch.Tensor,
     live_slots: torch.Tensor,
     chunk_slots: torch.Tensor,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """All sequences of a step in one pass; updates ``states`` in place.
 
@@ -65,16 +66,18 @@ def scan_delta_rule(
         source_slots: (sequences,) int64, where each sequence starts from.
         live_slots: (sequences,) int64, where its final state goes; negative: nowhere.
         chunk_slots: (chunks,) int64, where the state after a chunk goes too; negative: nowhere.
+        kept: Where states after chunks go, (slots, value heads, K, V) as ``states``, of the same dtype; None: ``states``.
 
     Returns:
         (tokens, value heads, V) in v's type; zero in rows of no sequence.
     """
+    kept = states if kept is None else kept
     if v.dtype != torch.float64 and runs_kernel(v):
         slots = chunk_bounds, first_chunks, source_slots, live_slots, chunk_slots
-        return scan_by_kernels(q, k, v, log_decay, beta, states, *slots, normalise=normalise)
+        return scan_by_kernels(q, k, v, log_decay, beta, states, *slots, normalise=normalise, kept=kept)
     outputs = torch.zeros_like(v)
     first, bounds = first_chunks.tolist(), chunk_bounds.tolist()
-    sources, live, kept = source_slots.tolist(), live_slots.tolist(), chunk_slots.tolist()
+    sources, live, ends = source_slots.tolist(), live_slots.tolist(), chunk_slots.tolist()
     filled = [chunk for chunk in range(first[-1]) if bounds[chunk + 1] > bounds[chunk]]
     spans = [(bounds[c], bounds[c + 1]) for c in filled]
     # The shapes of products must not depend on the other chunks of a step where bits count.
@@ -91,8 +94,8 @@ def scan_delta_rule(
                 group, number = place[chunk]
                 state, output = inside[group].run(number, state)
                 outputs[bounds[chunk] : bounds[chunk + 1]] = output
-            if kept[chunk] >= 0:
-                states[kept[chunk]] = state
+            if ends[chunk] >= 0:
+                kept[ends[chunk]] = state
         if live[sequence] >= 0:
             states[live[sequence]] = state
     return outputs

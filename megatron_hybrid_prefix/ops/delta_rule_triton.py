@@ -107,6 +107,7 @@ def scan_by_kernels(
     chunk_slots: torch.Tensor,
     *,
     normalise: bool,
+    kept: torch.Tensor | None = None,
     added: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`scan_delta_rule` on a GPU. With ``added``, of `OpenChunks`, k, v, log-decays and beta are rings, q and results of new tokens.
@@ -126,7 +127,8 @@ def scan_by_kernels(
     )
     q, k, v = (_aligned(tensor) for tensor in (q, k, v))
     log_decay, beta = log_decay.contiguous(), beta.contiguous()
-    assert states[0].is_contiguous()
+    kept = states if kept is None else kept
+    assert states[0].is_contiguous() and kept[0].is_contiguous()
     options = launch_options(v.dtype, key_size, value_size, normalise=normalise, opened=added is not None)
 
     def by_chunk(*shape: int, dtype: torch.dtype = v.dtype) -> torch.Tensor:
@@ -170,6 +172,7 @@ def scan_by_kernels(
         factors,
         decays,
         states,
+        kept,
         outputs,
         chunk_bounds,
         first_chunks,
@@ -180,6 +183,7 @@ def scan_by_kernels(
         q.stride(0),
         k.stride(0),
         states.stride(0),
+        kept.stride(0),
         heads,
         key_heads,
         **options.pass_on,
@@ -416,6 +420,7 @@ def _pass_kernel(
     factors_ptr: tl.tensor,
     decays_ptr: tl.tensor,
     states_ptr: tl.tensor,  # (slots, heads, K, V), strided over slots
+    kept_states_ptr: tl.tensor,
     out_ptr: tl.tensor,  # (tokens, heads, V), contiguous
     bounds_ptr: tl.tensor,
     first_chunks_ptr: tl.tensor,
@@ -426,6 +431,7 @@ def _pass_kernel(
     stride_q: tl.int64,
     stride_k: tl.int64,
     stride_slot: tl.int64,
+    stride_kept: tl.int64,
     heads: tl.tensor,
     key_heads: tl.tensor,
     K: tl.constexpr,
@@ -452,7 +458,8 @@ def _pass_kernel(
     in_scores = inside[:, None] * CHUNK + inside[None, :]
     in_out = inside[:, None] * (heads * V) + in_v[None, :]
     row, of_against = tl.arange(0, 2 * CHUNK) % CHUNK, tl.arange(0, 2 * CHUNK) < CHUNK
-    of_head = states_ptr + head.to(tl.int64) * K * V
+    before_head = head.to(tl.int64) * K * V
+    of_head, of_kept = states_ptr + before_head, kept_states_ptr + before_head
     of_key_head = head // (heads // key_heads) * K
     of_factors = factors_ptr + inside
 
@@ -523,7 +530,7 @@ def _pass_kernel(
         )
         if not OPEN:  # noqa: SIM102  (known when it is compiled)
             if slot >= 0:
-                tl.store(of_head + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask)
+                tl.store(of_kept + slot * stride_kept + in_state, state.to(kept_dtype), mask=mask)
         decay = next_decay
         slot = next_slot
         f_queries = next_queries

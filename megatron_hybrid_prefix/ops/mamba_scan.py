@@ -69,6 +69,7 @@ def scan_by_slots(
     dt_bias: torch.Tensor,
     chunk_tokens: int,
     wrong: torch.Tensor,
+    kept: torch.Tensor | None = None,
     **slots: torch.Tensor,
 ) -> torch.Tensor:
     """Scan all sequences of the step; their states are read from and written to ``states``.
@@ -86,14 +87,15 @@ def scan_by_slots(
         dt_bias: (heads,), floating.
         chunk_tokens: Maximum tokens of a chunk, a power of 2.
         wrong: (>= tokens,) int32, gets 1 for each token whose step no scan may see.
-        **slots: Source and target slots; see `pass_states`.
+        kept: Where states after chunks go; see `pass_states`.
+        **slots: Source and target slots; likewise.
 
     Returns:
         (tokens, heads, headdim) in the dtype of ``x``, contiguous; zero after the last sequence.
     """
     y = empty_up_to(bounds[-1:], x)
     steps, log_decay = chunk_decays(dt, A, dt_bias, bounds, chunk_tokens, wrong)
-    before = pass_states(x, steps, B, log_decay, bounds, states, **slots)
+    before = pass_states(x, steps, B, log_decay, bounds, states, kept=kept, **slots)
     chunk_outputs(x, steps, log_decay, B, C, before, bounds, D=D, z=z, out=y)
     return y
 
@@ -223,6 +225,7 @@ def pass_states(
     source_slots: torch.Tensor,
     live_slots: torch.Tensor,
     chunk_slots: torch.Tensor,
+    kept: torch.Tensor | None = None,
     added: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Pass states along the chunks of each sequence; updates ``states`` in place.
@@ -242,6 +245,7 @@ def pass_states(
         source_slots: (sequences,) int64, slot of the state that each sequence starts from.
         live_slots: (sequences,) int64, slot for its final state; negative: none.
         chunk_slots: (chunks,) int64, slot for the state after a chunk; negative: none.
+        kept: Where states after chunks go, (slots, heads, headdim, d_state) as ``states``, of the same dtype; None: ``states``.
         added: Kernels only, with x and B that are rings: the entries of `OpenChunks`. Each sequence has one chunk; of those
             without a live slot nothing is read. No state before a chunk is returned.
 
@@ -253,9 +257,10 @@ def pass_states(
     narrower = min(states.dtype, x.dtype, key=lambda dtype: dtype.itemsize)
     before = torch.empty((chunks if added is None else 0, *states.shape[1:]), dtype=narrower, device=states.device)
     slots = first_chunks, source_slots, live_slots, chunk_slots
+    kept = states if kept is None else kept
     if not runs_kernel(x):
         initial, ends, repeat = states[source_slots].float(), bounds.tolist(), x.shape[1] // B.shape[1]
-        kept, live = chunk_slots.tolist(), live_slots.tolist()
+        ends_kept, live = chunk_slots.tolist(), live_slots.tolist()
         for sequence, (first, last) in enumerate(pairwise(first_chunks.tolist())):
             state = initial[sequence]
             for chunk in range(first, last):
@@ -267,13 +272,13 @@ def pass_states(
                     keys = rows_of_chunk(B, rows, chunk_tokens).repeat_interleave(repeat, 0) * scale[:, :, None]
                     added = rows_of_chunk(x, rows, chunk_tokens).transpose(1, 2) @ keys.to(x.dtype).float()
                     state = torch.exp(end)[:, :, None] * state + added
-                if kept[chunk] >= 0:
-                    states[kept[chunk]] = state.to(states.dtype)
+                if ends_kept[chunk] >= 0:
+                    kept[ends_kept[chunk]] = state.to(states.dtype)
             if live[sequence] >= 0:
                 states[live[sequence]] = state.to(states.dtype)
         return before
     _, heads, headdim, d_state = states.shape
-    assert states[0].is_contiguous() and log_decay.is_contiguous() and dt.is_contiguous()
+    assert states[0].is_contiguous() and kept[0].is_contiguous() and log_decay.is_contiguous() and dt.is_contiguous()
     assert x.stride(2) == B.stride(2) == 1
     blocks = [max(16, min(_BLOCK, triton.next_power_of_2(size))) for size in (headdim, d_state, chunk_tokens)]
     # Not autotuned: autotuning runs a kernel several times, and this one writes slots in place.
@@ -287,16 +292,16 @@ def pass_states(
         bounds,
         bounds if added is None else added,
         states,
+        kept,
         before,
         *slots,
         heads,
         heads // B.shape[1],
         chunks,
-        x.stride(0),
-        x.stride(1),
-        B.stride(0),
-        B.stride(1),
+        *x.stride()[:2],
+        *B.stride()[:2],
         states.stride(0),
+        kept.stride(0),
         P=headdim,
         N=d_state,
         CHUNK=chunk_tokens,
@@ -660,6 +665,7 @@ def _pass_states_kernel(
     bounds_ptr: tl.tensor,
     added_ptr: tl.tensor,  # (chunks,): with OPEN the entries of a ring that chunks end with
     states_ptr: tl.tensor,  # (slots, heads, P, N), strided over slots
+    kept_states_ptr: tl.tensor,
     before_ptr: tl.tensor,  # (chunks, heads, P, N)
     first_chunks_ptr: tl.tensor,
     source_slots_ptr: tl.tensor,
@@ -673,6 +679,7 @@ def _pass_states_kernel(
     stride_B: tl.int64,
     stride_B_group: tl.int64,
     stride_slot: tl.int64,
+    stride_kept: tl.int64,
     P: tl.constexpr,
     N: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -727,7 +734,7 @@ def _pass_states_kernel(
                 added += tl.dot(x, (b.to(tl.float32) * scale[:, None]).to(x.dtype))
             state = tl.exp(end) * state + added
             slot = tl.load(chunk_slots_ptr + chunk)
-            tl.store(states_ptr + slot * stride_slot + in_slot, state.to(dtype), mask=mask & (slot >= 0))
+            tl.store(kept_states_ptr + slot * stride_kept + in_slot, state.to(dtype), mask=mask & (slot >= 0))
         slot = tl.load(live_slots_ptr + sequence)
         tl.store(states_ptr + slot * stride_slot + in_slot, state.to(dtype), mask=mask & (slot >= 0))
 

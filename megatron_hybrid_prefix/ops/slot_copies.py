@@ -33,27 +33,26 @@ def copy_slots(
         raise ValueError(
             f"states {tuple(source.shape)} {source.dtype} cannot be copied to {tuple(target.shape)} {target.dtype}"
         )
+    convert_slots(source, target, source_slots, target_slots)
+
+
+def convert_slots(
+    source: torch.Tensor, target: torch.Tensor, source_slots: torch.Tensor, target_slots: torch.Tensor
+) -> None:
+    """`copy_slots` that rounds to the type of ``target``, where both are floating. Shapes are not checked."""
     copies = source_slots.shape[0]
     if not runs_kernel(source):
         wanted = (source_slots >= 0) & (target_slots >= 0)
-        target[:, target_slots[wanted]] = source[:, source_slots[wanted]]
+        target[:, target_slots[wanted]] = source[:, source_slots[wanted]].to(target.dtype)
         return
     if not copies or not target.numel():
         return
     assert source[0, 0].is_contiguous() and target[0, 0].is_contiguous()
-    source, target = as_words(source, target)
-    words = source.shape[2]
+    if source.dtype == target.dtype:
+        source, target = as_words(source, target)
+    words, strides = source[0, 0].numel(), (*source.stride()[:2], *target.stride()[:2])
     _copy_slots_kernel[(triton.cdiv(words, _BLOCK), source.shape[0], copies)](
-        source,
-        target,
-        source_slots,
-        target_slots,
-        words,
-        source.stride(0),
-        source.stride(1),
-        target.stride(0),
-        target.stride(1),
-        BLOCK=_BLOCK,
+        source, target, source_slots, target_slots, words, *strides, BLOCK=_BLOCK
     )
 
 
@@ -74,7 +73,7 @@ def word_type(*sizes_bytes: SupportsIndex) -> torch.dtype:
 
 @jit
 def _copy_slots_kernel(
-    source_ptr: tl.tensor,  # (layers, slots, words), strided over layers and slots
+    source_ptr: tl.tensor,  # (layers, slots, words or elements), strided over layers and slots
     target_ptr: tl.tensor,
     source_slots_ptr: tl.tensor,
     target_slots_ptr: tl.tensor,
@@ -93,5 +92,5 @@ def _copy_slots_kernel(
     mask = (offsets < words) & (source_slot >= 0) & (target_slot >= 0)
     values = tl.load(
         source_ptr + layer * source_stride_layer + source_slot * source_stride_slot + offsets, mask=mask, other=0
-    )
+    ).to(target_ptr.dtype.element_ty)
     tl.store(target_ptr + layer * target_stride_layer + target_slot * target_stride_slot + offsets, values, mask=mask)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
-from megatron_hybrid_prefix.ops.state_codes import decode, encode
+from megatron_hybrid_prefix.ops.state_codes import keep_slots, restore_slots
 from megatron_hybrid_prefix.ops.triton_or_torch import ids_on_device
 from megatron_hybrid_prefix.pool.layout import CODES, RingLayout, SlotLayout
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
@@ -185,17 +185,13 @@ class SharedMemory:
         """Write live states to checkpoints."""
         sources, targets = (self._on_device(map(self.row, each)) for each in (live_slots, slots))
         for name, states in self.states.items():
-            parts = self._parts(name)
-            values = states[:, sources]
-            for tensor, part in zip(parts, encode(values) if len(parts) > 1 else (values,), strict=True):
-                tensor[:, targets] = part.to(tensor.dtype)
+            keep_slots(states, self._parts(name), sources, targets)
 
     def restore(self, slots: Sequence[int], live_slots: Sequence[int]) -> None:
         """Write checkpoints to live states."""
         sources, targets = (self._on_device(map(self.row, each)) for each in (slots, live_slots))
         for name, states in self.states.items():
-            parts = [tensor[:, sources] for tensor in self._parts(name)]
-            states[:, targets] = (decode(*parts) if len(parts) > 1 else parts[0]).to(states.dtype)
+            restore_slots(self._parts(name), states, sources, targets)
 
     def _parts(self, name: str) -> list[torch.Tensor]:
         """What checkpoints have of a component: itself, or its codes."""

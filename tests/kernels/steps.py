@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -76,3 +77,19 @@ def poisoned_pool(step: Step, shape: tuple[int, ...], dtype: torch.dtype, device
     for slot in sorted(set(step.source_slots[:-1])):
         pool[slot] = torch.randn(shape, generator=generator).to(dtype).to(device)
     return pool
+
+
+def check_kept(
+    before: torch.Tensor, after: torch.Tensor, live: Iterable[int], kept: Iterable[int], write: Callable[..., object]
+) -> None:
+    """Raises AssertionError if ``write(states, kept=another pool)`` does not write to two what it wrote to one, bit by bit.
+
+    That is ``after``, and was ``before``. Slots ``live`` are of the states, ``kept`` of the other pool; negative: none.
+    """
+    other = torch.full((len(before), 3, *before.shape[1:]), 9, dtype=before.dtype, device=before.device)[:, 1]
+    found, right = [before.clone(), other], [before.clone(), other.clone()]
+    for pool, slots in zip(right, (live, kept), strict=True):
+        written = [slot for slot in slots if slot >= 0]
+        pool[written] = after[written]
+    write(found[0], kept=other)
+    assert all(torch.equal(*(x.nan_to_num(9e9) for x in pair)) for pair in zip(found, right, strict=True))

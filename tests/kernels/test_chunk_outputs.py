@@ -6,6 +6,7 @@ What must not be read is NaN. With TRITON_INTERPRET=1 (``test_interpreted.py``) 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -15,7 +16,7 @@ from megatron_hybrid_prefix.ops import mamba_scan as module
 from megatron_hybrid_prefix.ops.mamba_scan import chunk_decays, chunk_outputs, pass_states
 from tests.kernels import rounding
 from tests.kernels.places import DEVICES, INTERPRETED, NAN
-from tests.kernels.steps import SLOTS, Step, poisoned_pool
+from tests.kernels.steps import SLOTS, Step, check_kept, poisoned_pool
 
 TYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]  # it multiplies the bits of bfloat16
 SEEDS = 2 if INTERPRETED else 12
@@ -54,13 +55,13 @@ def nothing(given):
     return {}
 
 
-def scan(step, pool, *, x, B, C, z, dt, A, dt_bias, D, chunk_tokens, of_states=nothing, of_outputs=nothing):
+def scan(step, pool, *, x, B, C, z, dt, A, dt_bias, D, chunk_tokens, of_states=nothing, of_outputs=nothing, kept=None):
     bounds = torch.tensor(step.bounds, dtype=torch.int32, device=x.device)
     steps, log_decay = chunk_decays(
         dt, A, dt_bias, bounds, chunk_tokens, torch.zeros(len(dt), dtype=torch.int32, device=dt.device)
     )
     passed = {"x": x, "dt": steps, "B": B, "log_decay": log_decay, "bounds": bounds} | step.tensors(x.device)
-    before = pass_states(states=pool, **passed | of_states(passed))
+    before = pass_states(states=pool, kept=kept, **passed | of_states(passed))
     given = {"x": x, "steps": steps, "log_decay": log_decay, "B": B, "C": C, "before": before, "D": D, "z": z}
     out = torch.full(x.shape, NAN, dtype=x.dtype, device=x.device)
     chunk_outputs(**given | of_outputs(given), bounds=bounds, out=out)
@@ -113,6 +114,8 @@ def check_scan(device, dtype, shape, seeds, pool_dtype=torch.float32, of_states=
                 for slot in kept.get(row, ()):
                     bound = rounding.allowed(state, roundings * magnitude, pool_dtype, truncated=INTERPRETED)
                     rounding.check(pool[slot].cpu(), state, bound)
+        again = partial(scan, step, **given, chunk_tokens=chunk_tokens)
+        check_kept(initial, pool, step.live_slots, step.chunk_slots, again)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -14,6 +14,7 @@ from megatron_hybrid_prefix.ops import delta_product
 from megatron_hybrid_prefix.ops.delta_product import scan_pairs
 from megatron_hybrid_prefix.upstream.capabilities import form_of
 from tests.kernels.places import INTERPRETED, NAN
+from tests.kernels.steps import check_kept
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="of the PyTorch version, or for a GPU")
 
@@ -60,12 +61,14 @@ def check(n, seed):
     for x in inputs:
         x[tokens:] = NAN
     bounds = step.chunks[quantum].bounds * (n // quantum.denominator)
-    y = scan_pairs(inputs, pool, chunk_bounds=bounds, **step.slots[quantum])
+    before, run = pool.clone(), partial(scan_pairs, inputs, chunk_bounds=bounds, **step.slots[quantum])
+    y = run(pool)
     expected, states = naive([x[:tokens] for x in inputs], state)
     torch.testing.assert_close(y, torch.cat([expected, 0 * expected[:1].expand(5, -1, -1)]), rtol=0, atol=1e-11)
     for done, slot in [(0, 0), (tokens, 1), *((at - start, slot) for at, slot in slots.items())]:
         torch.testing.assert_close(pool[slot], states[done], rtol=0, atol=1e-11)
     assert pool[[slot for slot in range(14) if slot not in {0, 1, *slots.values()}]].isnan().all()
+    check_kept(before, pool, [1], slots.values(), run)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from megatron_hybrid_prefix.ops.rings import RingRows
 from tests.harness.naive_model import UNIT_ROUNDOFF
 from tests.kernels.naive import delta_rule_sequence
 from tests.kernels.places import DEVICES, INTERPRETED, NAN
-from tests.kernels.steps import SLOTS, Step, poisoned_pool
+from tests.kernels.steps import SLOTS, Step, check_kept, poisoned_pool
 
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="of the PyTorch version, or for a GPU")
 SEEDS = range(2 if INTERPRETED else 6)
@@ -104,13 +104,9 @@ def check_scan(seed, *, dtype=torch.float64, device="cpu", scan=scan_delta_rule,
     pool_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     pool = poisoned_pool(step, (heads, key_dim, value_dim), pool_dtype, device, seed)
     before = pool.clone()
-    y = scan(
-        **args,
-        states=pool,
-        normalise=normalise,
-        chunk_bounds=torch.tensor([*bounds, bounds[-1]], dtype=torch.int32, device=device),
-        **step.tensors(device),
-    )
+    whole = torch.tensor([*bounds, bounds[-1]], dtype=torch.int32, device=device)
+    run = partial(scan, **args, normalise=normalise, chunk_bounds=whole, **step.tensors(device))
+    y = run(states=pool)
     assert y.dtype == dtype and not y[rows:].any()
     for i, chunks, targets in step.sequences():
         span = slice(bounds[chunks.start], bounds[chunks.stop])
@@ -130,6 +126,7 @@ def check_scan(seed, *, dtype=torch.float64, device="cpu", scan=scan_delta_rule,
             within(pool[slot], states[bounds[chunk] - span.start], state_allowed)
     untouched = [s for s in range(SLOTS) if s not in step.live_slots and s not in step.chunk_slots]
     assert torch.equal(pool[untouched].nan_to_num(9e9), before[untouched].nan_to_num(9e9))
+    check_kept(before, pool, step.live_slots, step.chunk_slots, lambda states, **kept: run(states=states, **kept))
 
 
 def within(got, expected, allowed):
@@ -209,7 +206,7 @@ def test_the_bound_sees(name):
         return scan_delta_rule(**given | MUTANTS[name](given)) if name in MUTANTS else rounded_states(**given)
 
     for seed in (0, 2, 3):  # with states that are kept in the middle
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match="times what is allowed"):
             check_scan(seed, dtype=torch.float32, scan=mutant)
 
 

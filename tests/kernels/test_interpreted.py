@@ -23,7 +23,7 @@ def test_the_kernels_do_what_the_loops_do():
             "test_delta_rule.py", "test_delta_gates.py", "test_mamba_decode.py", "test_paged_attention.py",
             "test_checksum.py", "test_samples.py", "test_page_copies.py", "test_wrong_entries.py", "test_finite.py",
             "test_elementwise.py", "test_gated_norm.py", "test_invariant_triton.py", "test_open_chunk.py",
-            "test_one_memory.py", "test_residual_norm.py", "test_experts.py",
+            "test_one_memory.py", "test_residual_norm.py", "test_experts.py", "test_state_codes.py",
         ],
         cwd=FOLDER,
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},

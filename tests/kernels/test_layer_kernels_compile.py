@@ -16,6 +16,7 @@ from megatron_hybrid_prefix.ops import (
     mamba_decode,
     mamba_scan,
     residual_norm,
+    state_codes,
     wrong_entries,
 )
 from megatron_hybrid_prefix.ops.invariant import linear_triton
@@ -26,7 +27,7 @@ from tests.kernels.compiled import compiled, faults, spills
 H200 = 132  # multiprocessors
 INT32 = {"sources_ptr", "starts_ptr", "chunk_bounds_ptr", "bounds_ptr", "end_ptr", "wrong_ptr"}
 INT32 |= {"cu_seqlens_q_ptr", "lengths_ptr", "block_table_ptr", "positions_ptr", "origins_ptr", "ends_ptr"}
-INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr"}
+INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr", "state_slots_ptr"}
 INT64 |= {
     "added_ptr",
     "rings_ptr",
@@ -91,7 +92,14 @@ def test_scan_of_open_chunks(name, tmp_path):
     """As a decode launches it: registers suffice."""
     constants = KERNELS[name][1] | {"OPEN": True}
     constants |= {"_chunk_outputs_kernel": mamba_scan._TILE, "_pass_states_kernel": {"TOGETHER": 32}}.get(name, {})
-    types = {"states_ptr": "*fp32", "before_ptr": "*fp32", "sources_ptr": "*i64", "A_ptr": "*fp32", "dt_ptr": "*bf16"}
+    types = {
+        "states_ptr": "*fp32",
+        "kept_states_ptr": "*fp32",
+        "before_ptr": "*fp32",
+        "sources_ptr": "*i64",
+        "A_ptr": "*fp32",
+        "dt_ptr": "*bf16",
+    }
     types |= {"dt_ptr": "*fp32"} if name == "_pass_states_kernel" else {}
     options = {key: constants.pop(key) for key in ("num_stages",) if key in constants}
     sass = compiled(
@@ -120,7 +128,9 @@ def test_delta_rule(name, dtype, size, is_open, tmp_path):
     inputs = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
 
     def kind(name: str) -> str:
-        return "*fp32" if name in ("factors_ptr", "decays_ptr", "states_ptr") else type_of(name, inputs)
+        return (
+            "*fp32" if name in ("factors_ptr", "decays_ptr", "states_ptr", "kept_states_ptr") else type_of(name, inputs)
+        )
 
     assert compiled(getattr(delta_rule_triton, name), kind, launch, tmp_path, **options)
 
@@ -168,6 +178,18 @@ def test_update_of_the_delta_rule(states, tokens, R, size, tmp_path):
     types = {"states_ptr": f"*{states}", "written_ptr": f"*{states}"}
     kernel = delta_rule_triton._update_kernel
     assert not spills(compiled(kernel, lambda name: types.get(name) or type_of(name), constants, tmp_path, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 128), (128, 128), (96, 192), (128, 256)])
+def test_codes_of_states(rows, columns, keep, tmp_path):
+    """The registers suffice."""
+    constants, kernel = state_codes.tile_of(rows, columns) | {"KEEP": keep}, state_codes._code_slots_kernel
+    types, warps = {"states_ptr": "*fp32", "values_ptr": "*i8"}, constants.pop("num_warps")
+    assert not spills(
+        compiled(kernel, lambda name: types.get(name) or type_of(name), constants, tmp_path, num_warps=warps)
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ TRITON_INTERPRET=1 (``test_interpreted.py``) the kernels run on the host, slowly
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from megatron_hybrid_prefix.ops.mamba_scan import empty_up_to
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from tests.kernels import naive, rounding
 from tests.kernels.places import DEVICES, INTERPRETED, NAN
-from tests.kernels.steps import SLOTS, Step, poisoned_pool
+from tests.kernels.steps import SLOTS, Step, check_kept, poisoned_pool
 
 SEEDS = 4 if INTERPRETED else 40
 
@@ -36,12 +37,9 @@ def test_conv_windows(device, d_conv, dtype):
             :, 3 : 3 + dim
         ]  # part of wider rows
         inputs[: bounds[-1]] = torch.randn(bounds[-1], dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
-        write_conv_windows(
-            inputs,
-            pool,
-            chunk_bounds=torch.tensor([*bounds, bounds[-1]], dtype=torch.int32, device=device),
-            **step.tensors(device),
-        )
+        whole = torch.tensor([*bounds, bounds[-1]], dtype=torch.int32, device=device)
+        write = partial(write_conv_windows, inputs, chunk_bounds=whole, **step.tensors(device))
+        write(pool)
         expected = before.clone()
         for i, chunks, targets in step.sequences():
             for slot, chunk in targets:
@@ -50,6 +48,7 @@ def test_conv_windows(device, d_conv, dtype):
                     window = torch.cat([window[:, 1:], inputs[row, :, None]], dim=1)
                 expected[slot] = window
         assert torch.equal(pool.nan_to_num(9e9), expected.nan_to_num(9e9)), seed  # copies: bit-equal
+        check_kept(before, pool, step.live_slots, step.chunk_slots, write)
 
 
 # The interpreter cuts bfloat16 off rather than rounding it, and multiplies its bits.

@@ -1,11 +1,15 @@
-"""States in int8: each element against arithmetic of one element, and what is not finite."""
+"""States in int8: each element against arithmetic of one element, and what is not finite.
+
+Slots are kept and restored in PyTorch, on a GPU by kernels, and with TRITON_INTERPRET=1 (``test_interpreted.py``) by kernels on the host.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megatron_hybrid_prefix.ops.state_codes import decode, encode
+from megatron_hybrid_prefix.ops.state_codes import decode, encode, keep_slots, restore_slots
+from tests.kernels.places import DEVICES, INTERPRETED
 
 
 def outer_products(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -67,3 +71,63 @@ def test_scales_of_columns_pay():
     scales = states.abs().amax(-1, keepdim=True) / 127
     of_rows = (states / scales).round() * scales
     assert (of_rows - states).abs().mean() > 1.2 * (decode(*encode(states)) - states).abs().mean()
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rounds_as_kernels(monkeypatch):
+    """Triton's interpreter cuts off what bfloat16 does not have."""
+    if INTERPRETED:
+        monkeypatch.setattr(
+            torch.Tensor, "bfloat16", lambda x: (x.view(torch.int32) >> 16 << 16).view(x.dtype).to(torch.bfloat16)
+        )
+
+
+def converted(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.bfloat16() if (x.dtype, dtype) == (torch.float32, torch.bfloat16) else x.to(dtype)
+
+
+def some_slots(shape: tuple[int, ...], dtype: torch.dtype, device: str, values: torch.Tensor | float = 9):
+    """(5 slots, 3 layers, *shape), and (2 layers, 5 slots, *shape) of it: strided over layers and over slots."""
+    whole = torch.empty(5, 3, *shape, dtype=dtype, device=device).copy_(torch.as_tensor(values))
+    return whole, whole[:, 1:].transpose(0, 1)
+
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+SHAPES = [(2, 64, 128), (1, 128, 128), (3, 16, 16), (2, 3, 5, 7), (40, 24)]
+CASES = [*((shape, dtype, torch.int8) for shape in SHAPES for dtype in (FLOAT, HALF))]
+CASES += [((40, 51), FLOAT, HALF), ((40, 51), HALF, FLOAT), ((40, 51), HALF, HALF)]
+
+
+@pytest.mark.usefixtures("rounds_as_kernels")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("shape", "dtype", "kept"), CASES)
+def test_slots_are_kept_and_restored(device, shape, dtype, kept):
+    """As codes or in another type; nothing else is written."""
+    values, kinds = outer_products(5, 3, *shape), [(shape, kept)]
+    values[2, 1, ..., 1, 3], values[4, 1, ..., 1, 3], values[4, 2, ..., 4, :] = torch.nan, -torch.inf, 0
+    if kept == torch.int8:
+        kinds += [(shape[:-1], HALF), ((*shape[:-2], shape[-1]), HALF)]
+    whole, states = some_slots(shape, dtype, device, values)
+    pools, parts = zip(*(some_slots(*kind, device) for kind in kinds), strict=True)
+    right, *rights = (each.cpu().clone() for each in (whole, *pools))
+    slots = [torch.tensor(each, device=device) for each in ([3, -1, 0, 4, 2], [2, 1, -1, 4, 0])]
+    copies = (3, 2), (4, 4), (2, 0)
+    for source, slot in copies:
+        state = right[source, 1:]
+        for part, code in zip(rights, encode(state) if len(kinds) > 1 else [converted(state, kept)], strict=True):
+            part[slot, 1:] = code
+    keep_slots(states, parts, *slots)
+    for slot, target in copies:
+        codes = [part[slot, 1:] for part in rights]
+        right[target, 1:] = converted(decode(*codes) if len(kinds) > 1 else codes[0], dtype)
+    restore_slots(parts, states, *slots)
+    for found, expected in zip((whole, *pools), (right, *rights), strict=True):
+        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_nothing_is_kept_of_no_layers():
+    none = torch.zeros(0, 3, 5, 7)
+    keep_slots(none, encode(none), *[torch.tensor([1])] * 2)
