@@ -50,7 +50,7 @@ DEFAULT_CUDA_GRAPHS = {"cpu": 0, "cuda": -1}  # -1: sizes as this package choose
 MEGATRONS_CUDA_GRAPHS = 8
 # What may differ between engines of a run.
 VERSUS = {"cache_gb", "mamba_gb", "host_gb", "shared", "state_dtype", "exact", "max_tokens", "chunked_prefill"}
-VERSUS |= {"async_scheduling", "graph_scope"}
+VERSUS |= {"async_scheduling", "graph_scope", "checkpoint_dtype"}
 
 
 # --- Options ---------------------------------------------------------------------------------------------------------
@@ -85,6 +85,7 @@ def make_parser() -> ArgumentParser:
             max_requests={"default": None, "help": most},
         )
         text = "what a CUDA graph captures (default: ours: block, the whole forward; others: layer, megatron's default)"
+        options.add_options(group, "--checkpoint-dtype")
         group.add_argument("--graph-scope", choices=("layer", "block"), help=text)
         text = (
             "the last engine runs once more, as engine versus, with this option changed; repeatable: they go together"

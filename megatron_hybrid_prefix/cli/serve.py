@@ -95,12 +95,12 @@ def make_parser() -> ArgumentParser:
     group.add_argument("--chat-template", type=Path, metavar="FILE", help=text)
 
     group = parser.add_argument_group("engine")
-    # A server computes long prompts in chunks unless told otherwise.
     options.add_options(
         group,
         "--max-sequence-length",
         "--num-speculative-tokens",
         *(name for name in options.ENGINE_OPTIONS if name != "--chunked-prefill"),
+        "--checkpoint-dtype",
     )
     add = group.add_argument
     text = "share of the hits, 0 to 1, to compute without the cache, too, and compare (default: %(default)s)"
@@ -111,8 +111,7 @@ def make_parser() -> ArgumentParser:
     add("--prompt-log-probs", nargs="?", type=options.positive_float, const=0.25, metavar="GIB", help=text)
     text = "return 'routed_experts' in choices: which experts each token went through, as vLLM does"
     add("--enable-return-routed-experts", action="store_true", help=text)
-    text = "compute each prompt in one step; prompts longer than --max-tokens are then refused"
-    add("--no-chunked-prefill", action="store_false", dest="chunked_prefill", help=text)
+    parser.set_defaults(chunked_prefill=True)
     return parser
 
 

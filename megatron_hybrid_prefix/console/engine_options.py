@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_hybrid_prefix.config import ExactName, HybridPrefixConfig
+from megatron_hybrid_prefix.config import CheckpointDtypeName, ExactName, HybridPrefixConfig
 from megatron_hybrid_prefix.console.hf import choose_model
 from megatron_hybrid_prefix.console.terminal import (
     InputError,
@@ -59,7 +59,7 @@ class Budgets:
         mamba_gb: How many of these megatron's own cache sets aside for checkpoints.
         host_gb: GiB of host memory for evicted KV and states.
         shared: URL of the tier behind the host memory; None: none.
-        exact: The field of `HybridPrefixConfig`, of the engines with this package's cache.
+        exact, checkpoint_dtype: The fields of `HybridPrefixConfig`, of the engines with this package's cache.
     """
 
     cache_gb: float
@@ -67,6 +67,7 @@ class Budgets:
     host_gb: float = 0.0
     shared: str | None = None
     exact: ExactName | None = None
+    checkpoint_dtype: CheckpointDtypeName | None = None
 
     @classmethod
     def of(
@@ -81,14 +82,13 @@ class Budgets:
         given = {name: value for name in names if (value := getattr(args, name)) is not None}
         found = {"cache_gb": default_cache_gb(free_bytes, device_type, engines)} | wanted | given
         check_cap(found.get("mamba_gb"), found["cache_gb"])
-        return cls(
-            **{"mamba_gb": found["cache_gb"] * MAMBA_SHARE[device_type]} | found, shared=args.shared, exact=args.exact
-        )
+        own = {name: getattr(args, name, None) for name in ("shared", "exact", "checkpoint_dtype")}
+        return cls(**{"mamba_gb": found["cache_gb"] * MAMBA_SHARE[device_type]} | found | own)
 
     @property
     def prefix(self) -> HybridPrefixConfig:
         """Settings of this package's cache."""
-        return HybridPrefixConfig(cache_gb=self.cache_gb, host_gb=self.host_gb, exact=self.exact, shared=self.shared)
+        return HybridPrefixConfig(**{name: value for name, value in asdict(self).items() if name != "mamba_gb"})
 
 
 UPSTREAM = "upstream"  # megatron's own engine

@@ -359,7 +359,6 @@ def test_the_command_computes_prompts_in_chunks():
     from megatron_hybrid_prefix.cli.serve import make_parser
 
     assert make_parser().parse_args([]).chunked_prefill
-    assert not make_parser().parse_args(["--no-chunked-prefill"]).chunked_prefill
 
 
 # --- M6, M7: sampling fields -----------------------------------------------------------------------------------------
