@@ -14,6 +14,7 @@ from megatron_hybrid_prefix.policy.registry import (
 from megatron_hybrid_prefix.tiers.registry import parse_url
 
 StateDtypeName = Literal["float32", "bfloat16"]
+CheckpointDtypeName = Literal["bfloat16", "int8"]
 ExactName = Literal["bits"]
 
 
@@ -55,6 +56,12 @@ class HybridPrefixConfig:
         "Mamba2, 'float32' for Gated DeltaNet. 'float32' is more precise and takes more memory. Convolution states "
         "always have the dtype of the parameters.",
     )
+    checkpoint_dtype: CheckpointDtypeName | None = _setting(  # noqa: RUF009  (a field)
+        None,
+        "Dtype in which checkpoints keep matrix states, on all tiers: 'int8' (with scales, a little more than a quarter of float32) or "
+        "'bfloat16'. More of them fit, and log-probs after a hit differ by about 0.001; see docs/states.md. None: that of "
+        "live states.",
+    )
     exact: ExactName | None = _setting(  # noqa: RUF009  (a field)
         None,
         "'bits': tokens and log-probs of a request have the same bits on a hit and on a miss, alone and in any batch, "
@@ -70,11 +77,6 @@ class HybridPrefixConfig:
         True,
         "Cache generated tokens, too, so that the next turn of a chat does not recompute the answer. Turn it off "
         "if answers never come back in a prompt.",
-    )
-    coalesce_prefixes: bool = _setting(
-        True,
-        "A request waits for a prefix that another request is computing, instead of computing it, too. Turn it off "
-        "only to compare.",
     )
     keep_on_resume: bool = _setting(
         False,
@@ -137,6 +139,11 @@ class HybridPrefixConfig:
             raise ValueError(f"exact={self.exact!r}: must be {' or '.join(map(repr, get_args(ExactName)))}, or None")
         if self.exact is not None and self.state_dtype not in (None, "float32"):
             raise ValueError(f"exact={self.exact!r} needs state_dtype='float32', not {self.state_dtype!r}")
+        if self.checkpoint_dtype is not None and self.checkpoint_dtype not in get_args(CheckpointDtypeName):
+            names = " or ".join(map(repr, get_args(CheckpointDtypeName)))
+            raise ValueError(f"checkpoint_dtype={self.checkpoint_dtype!r}: must be {names}, or None")
+        if self.exact is not None and self.checkpoint_dtype is not None:
+            raise ValueError(f"exact={self.exact!r} keeps states as they are: it needs checkpoint_dtype=None")
         dtypes = get_args(StateDtypeName)
         if self.state_dtype is not None and self.state_dtype not in dtypes:
             raise ValueError(f"state_dtype={self.state_dtype!r}: must be {' or '.join(map(repr, dtypes))}")

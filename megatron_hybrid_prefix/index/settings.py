@@ -33,7 +33,7 @@ class CacheSettings:
             ``block_tokens``; 0 disables; None: 16 evenly spaced ones, and some near the end (``policy/boundaries.py``).
         host_pages: Pages of the host tier. 0: no host tier.
         host_kv_pages: Pages per KV block on the host.
-        host_state_pages: Pages per state on the host.
+        host_state_pages: Pages per state on the host; or per live state, and per checkpoint.
         behind: The tier below the host. Needs a host tier.
         boundary_rule: Chooses which boundaries of a prompt get a checkpoint.
         beside: Values that the caller keeps with the blocks, by their keys. The cache says which have to go.
@@ -56,7 +56,7 @@ class CacheSettings:
     retention_interval_tokens: int | None = None
     host_pages: int = 0
     host_kv_pages: int = 1
-    host_state_pages: int = 1
+    host_state_pages: int | tuple[int, int] = 1
     behind: TierBehind | None = None
     boundary_rule: BoundaryRule = prompt_boundaries
     beside: KeyedValues | None = None

@@ -77,9 +77,16 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
         )
         return self._gated(y, z)
 
-    def slot_prefill(self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], step: PrefillStep) -> torch.Tensor:
+    def slot_prefill(
+        self,
+        inputs: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        kept: Mapping[str, torch.Tensor],
+        step: PrefillStep,
+    ) -> torch.Tensor:
         qkv, z, beta, alpha = self._parts(inputs)
-        convolved, slots = step.convolve(CHUNK, qkv, states[GDN_CONV], self.conv1d.weight.squeeze(1), self.conv1d.bias)
+        weight, bias, windows = self.conv1d.weight.squeeze(1), self.conv1d.bias, states[GDN_CONV]
+        convolved, slots = step.convolve(CHUNK, qkv, windows, weight, bias, kept=kept[GDN_CONV])
         q, k, v, z, log_decay, beta = self._by_head(convolved, z, beta, alpha, step.wrong)
         y = scan_delta_rule(
             q,
@@ -90,6 +97,7 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
             states[GDN_STATE],
             normalise=self.use_qk_l2norm,
             chunk_bounds=step.chunks[CHUNK].bounds,
+            kept=kept[GDN_STATE],
             **slots,
         )
         if step.is_open:

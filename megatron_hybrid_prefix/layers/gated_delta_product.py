@@ -45,15 +45,21 @@ class GatedDeltaProductBySlots(SlotLayer, GatedDeltaProductMixer):
         by_head = self._by_head(convolved, *gates(alpha, beta, self.A_log, self.dt_bias))
         return self._gated(update_pairs(by_head, states[GDP_STATE].flatten(1, 2), rows, _rings(ring)), z)
 
-    def slot_prefill(self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], step: PrefillStep) -> torch.Tensor:
+    def slot_prefill(
+        self,
+        inputs: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        kept: Mapping[str, torch.Tensor],
+        step: PrefillStep,
+    ) -> torch.Tensor:
         quantum = KIND.chunk_tokens(self)
         z, vkq, beta, alpha = self._parts(inputs)
-        convolved, slots = step.convolve(
-            quantum, vkq, states[GDP_CONV], self.conv1d.weight.squeeze(1), self.conv1d.bias
-        )
+        weight, bias, windows = self.conv1d.weight.squeeze(1), self.conv1d.bias, states[GDP_CONV]
+        convolved, slots = step.convolve(quantum, vkq, windows, weight, bias, kept=kept[GDP_CONV])
         by_head = self._by_head(convolved, *gates(alpha, beta, self.A_log, self.dt_bias, step.wrong))
         bounds = step.chunks[quantum].bounds * (self.num_householder // quantum.denominator)
-        return self._gated(scan_pairs(by_head, states[GDP_STATE].flatten(1, 2), chunk_bounds=bounds, **slots), z)
+        state, kept_state = (each[GDP_STATE].flatten(1, 2) for each in (states, kept))
+        return self._gated(scan_pairs(by_head, state, chunk_bounds=bounds, kept=kept_state, **slots), z)
 
     def _parts(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(..., width) to output gate; values, keys and query together; betas and decay: all (..., width of the part)."""

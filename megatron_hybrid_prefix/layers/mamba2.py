@@ -72,15 +72,18 @@ class HybridPrefixMambaMixer(StepSeam):
     def prefill(
         self, zxBCdt: torch.Tensor, step: PrefillStep, conv_state: torch.Tensor, ssm_state: torch.Tensor
     ) -> torch.Tensor:
+        states = {"conv": conv_state, "ssm": ssm_state}
+        kept = step.begin(states) if step.encodes else states
         tokens, groups = zxBCdt.shape[0], self.ngroups_local_tp * self.d_state
         z, xBC, dt = self._parts(zxBCdt.squeeze(1))
         weight, bias = self.cp.get_conv1d_weight().squeeze(1), self.cp.get_conv1d_bias()
-        convolved, slots = step.convolve(self.chunk_size, xBC, conv_state, weight, bias)
+        convolved, slots = step.convolve(self.chunk_size, xBC, conv_state, weight, bias, kept=kept["conv"])
         x, B, C = torch.split(convolved, [self.d_inner_local_tp, groups, groups], dim=-1)
         D, by_head = self.cp.get_D(), (-1, self.headdim)
         y = scan_by_slots(
             ssm_state,
             step.chunks[self.chunk_size].bounds,
+            kept=kept["ssm"],
             **slots,
             x=x.unflatten(1, by_head),
             dt=dt,
@@ -93,6 +96,8 @@ class HybridPrefixMambaMixer(StepSeam):
             chunk_tokens=self.chunk_size,
             wrong=step.wrong,
         )
+        if step.encodes:
+            step.keep(kept, self.checkpoints_of_step())
         if step.is_open:
             ring = self.ring_of_step()
             left = (ring["ssm_inputs"], convolved[:, : -C.shape[1]]), (ring["ssm_dt"], dt)

@@ -54,8 +54,10 @@ class SlotLayer:
             decoded = decoded.flatten(0, 1).unsqueeze(1)
         if rows.prefills:
             later = rows_after(inputs, rows.counts) if rows.decodes else inputs
-            both = {**states, **ring} if step.is_open else states
-            prefilled = self.slot_prefill(later.squeeze(1), both, step).unsqueeze(1)
+            both, kept = {**states, **ring} if step.is_open else states, step.begin(states) if step.encodes else states
+            prefilled = self.slot_prefill(later.squeeze(1), both, kept, step).unsqueeze(1)
+            if step.encodes:
+                step.keep(kept, inference_context.checkpoints_of_layer(self.slot_layer_number))
         if decoded is None or prefilled is None:
             return self.slot_outputs(prefilled if decoded is None else decoded)
         return self.slot_outputs(merge_rows(decoded, prefilled, rows.counts, rows.tokens))
@@ -63,7 +65,7 @@ class SlotLayer:
     def _prefill(self, hidden_states: torch.Tensor, states: Mapping[str, torch.Tensor], step: PrefillStep) -> Any:
         """All of it, of a step that leaves nothing open."""
         inputs = self.slot_inputs(hidden_states).squeeze(1)
-        return self.slot_outputs(self.slot_prefill(inputs, states, step).unsqueeze(1))
+        return self.slot_outputs(self.slot_prefill(inputs, states, states, step).unsqueeze(1))
 
     def supports_split_output_projection(self) -> bool:
         """Megatron's main may run a layer in two parts, around its `forward`. This one is run as a whole."""
@@ -120,12 +122,19 @@ class SlotLayer:
         return torch.stack(outputs, dim=1)
 
     @abstractmethod
-    def slot_prefill(self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], step: PrefillStep) -> torch.Tensor:
+    def slot_prefill(
+        self,
+        inputs: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        kept: Mapping[str, torch.Tensor],
+        step: PrefillStep,
+    ) -> torch.Tensor:
         """All sequences of the step. Sources are read before anything is written.
 
         Args:
             inputs: (tokens, width), packed; rows after the last sequence are padding.
             states: This layer's, by component name: ``(slots, *shape)``; and its rings, where the step leaves chunks open.
+            kept: Where the states after chunks go, likewise: ``states``, or others if checkpoints are kept in another form.
             step: Where each sequence starts from, where its states go, and its chunks: those of the kind's quantum.
 
         Returns:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
 from megatron_hybrid_prefix.ops.rings import OpenChunks, OpenRows, RingRows
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
+from megatron_hybrid_prefix.ops.state_codes import keep_slots
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.support.arithmetic import round_up
 
@@ -101,7 +103,7 @@ class Chunks:
 
     Attributes:
         first: (sequences + 1,) int64, the chunks of sequence i are [first[i], first[i + 1]).
-        slots: (chunks,) int64, the checkpoint slot for the state after a chunk, or NO_SLOT.
+        slots: (chunks,) int64, the slot for the state after a chunk in what `PrefillStep.begin` gave, or NO_SLOT.
         bounds: (chunks + 1,) int32, chunk i is rows [bounds[i], bounds[i + 1]) of the prefilled tokens; see `Quantum`.
     """
 
@@ -145,6 +147,8 @@ class PrefillStep:
         device: Device of the layers.
         is_open: Whether the last chunk of a sequence stays open, for a decode with a prefill's bits: where a chunk is open, the live slot
             gets the state before it, and the ring its tokens (`leave_open`).
+        encodes: Whether checkpoints are kept in another form than live states. Those of a layer are written in the form of live states,
+            numbered from 0 on, and encoded after it (`begin`, `keep`).
 
     Attributes:
         buffer: uint8, device memory of the attributes below.
@@ -173,8 +177,9 @@ class PrefillStep:
         max_sequences: int,
         device: torch.device | int | str,
         is_open: bool = False,
+        encodes: bool = False,
     ) -> None:
-        self.is_open = is_open
+        self.is_open, self.encodes, self._block_tokens = is_open, encodes, block_tokens
         self._grids = {
             each: ChunkGrid(chunk_tokens=each.numerator, block_tokens=block_tokens * each.denominator)
             for each in sorted(set(quanta))
@@ -184,6 +189,7 @@ class PrefillStep:
         sizes = [("source", max_sequences, np.int64), ("live", max_sequences, np.int64)]
         for quantum, chunks in most_chunks.items():
             sizes += [(f"first{quantum}", max_sequences + 1, np.int64), (f"slots{quantum}", chunks, np.int64)]
+        sizes += [("kept", self._most_kept(max_tokens, max_sequences), np.int64)]
         sizes += [("bounds", max_sequences + 1, np.int32)]
         sizes += [("token_source", max_tokens, np.int32), ("token_start", max_tokens, np.int32)]
         for quantum, chunks in most_chunks.items():
@@ -194,7 +200,8 @@ class PrefillStep:
         self._pinned, self.buffer, self._arrays, self._tensors = _allocate(sizes, device)
         self.wrong = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._tokens = torch.arange(max_tokens if is_open else 0, device=device)
-        self._sizes = (0, 0)
+        self._numbers = torch.arange(self._most_kept(max_tokens, max_sequences), device=device)
+        self._sizes, self._kept = (0, 0), 0
         self._shown: tuple[int, int] | None = None
         self.chunks: dict[Quantum, Chunks] = {}
         self.slots: dict[Quantum, dict[str, torch.Tensor]] = {}
@@ -207,6 +214,10 @@ class PrefillStep:
             tokens: Tokens of the step, padding included.
             sequences: Sequences of the step, padding included.
         """
+        if self.encodes:
+            spans, kept = _numbered(spans)
+            self._fill("kept", kept, self._most_kept(tokens, sequences), NO_SLOT)
+            self._kept = len(kept)
         sources = [span.source_slot for span in spans]
         lengths = [span.tokens for span in spans]
         ends = np.cumsum(lengths, dtype=np.int32) if lengths else np.zeros(0, np.int32)
@@ -252,15 +263,38 @@ class PrefillStep:
             slots = {"first_chunks": self.chunks[quantum].first, "chunk_slots": self.chunks[quantum].slots}
             self.slots[quantum] = slots | {"source_slots": self.source_slots, "live_slots": self.live_slots}
 
+    def begin(self, states: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Where a layer's prefill writes the states after chunks, if they are encoded: (slots, *shape) by component name."""
+        captures = self.buffer.is_cuda and torch.cuda.is_current_stream_capturing()
+        most = self._most_kept(*self._sizes) if captures else self._kept
+        return {name: each.new_empty(most, *each.shape[1:]) for name, each in states.items()}
+
+    def keep(self, kept: Mapping[str, torch.Tensor], checkpoints: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """After it: encode what it wrote there into ``checkpoints``, this layer's parts of each component (`SharedMemory.parts`)."""
+        for name, written in kept.items():
+            slots = self._tensors["kept"][: len(written)]
+            keep_slots(written[None], checkpoints[name], self._numbers[: len(written)], slots)
+
+    def _most_kept(self, tokens: int, sequences: int) -> int:
+        """Upper bound on the checkpoints of a step, which are at ends of blocks; 0 if they need no encoding."""
+        return (tokens // self._block_tokens + sequences) * self.encodes
+
     def convolve(
-        self, quantum: Quantum, x: torch.Tensor, windows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        quantum: Quantum,
+        x: torch.Tensor,
+        windows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        kept: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """`convolve_from_slots`, and then `write_conv_windows`, of a layer with this quantum; and the slots of its scan, as arguments."""
         where = {"sources": self.token_sources, "starts": self.token_starts, "wrong": self.wrong}
         convolved = convolve_from_slots(x, windows, weight.to(windows.dtype), bias, **where)
         bounds, slots = self.chunks[quantum].bounds, self.slots[quantum]
         whole = bounds if quantum.denominator == 1 else bounds // quantum.denominator
-        write_conv_windows(x, windows, chunk_bounds=whole, **slots)  # sources are read before
+        write_conv_windows(x, windows, chunk_bounds=whole, kept=kept, **slots)  # sources are read before
         return convolved, self.slots_of_states(quantum) if self.is_open else slots
 
     def slots_of_states(self, quantum: Quantum) -> dict[str, torch.Tensor]:
@@ -337,6 +371,13 @@ class PrefillStep:
         array = self._arrays[name]
         array[: len(values)] = values
         array[len(values) : count] = padding
+
+
+def _numbered(spans: Sequence[PrefillSpan]) -> tuple[list[PrefillSpan], list[int]]:
+    """The same spans with their checkpoints numbered from 0 on, and the slot of each number."""
+    slots = [slot for span in spans for slot in span.kept.values()]
+    numbers = count()
+    return [replace(span, kept={position: next(numbers) for position in span.kept}) for span in spans], slots
 
 
 class DecodeStep:

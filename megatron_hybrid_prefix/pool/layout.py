@@ -142,15 +142,16 @@ class SlotLayout:
 
 
 def _in_int8(component: StateComponent) -> tuple[StateComponent, ...]:
-    """Matrices are the last two dimensions of what accumulates."""
+    """Matrices are the last two dimensions of what accumulates. Small ones have no fewer bytes so: they stay as they are."""
     if not component.accumulates or len(component.shape) < 2:
         return (component,)
     *others, rows, columns = component.shape
     shapes = (component.shape, (*others, rows), (*others, columns))
-    return tuple(
+    codes = tuple(
         replace(component, name=f"{component.name}_{code}", shape=shape, dtype="bfloat16" if scales else "int8")
         for scales, (code, shape) in enumerate(zip(CODES, shapes, strict=True))
     )
+    return codes if sum(code.bytes for code in codes) < component.bytes else (component,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
@@ -128,18 +128,6 @@ class PageLayout:
                 found = [each for each in found if each[0] <= 1]
                 break
         return min(found, key=lambda each: each[1])[2]
-
-    @classmethod
-    def within(cls, cache_bytes: int, *, block_bytes: int, state_bytes: int) -> PageLayout:
-        """The layout of ``cache_bytes`` bytes, for KV blocks of ``block_bytes`` bytes without padding.
-
-        Raises:
-            ValueError: A size is below 1, or there is no room for a KV block and a state.
-        """
-        layout = cls.of(block_bytes=block_bytes, state_bytes=state_bytes)
-        if cache_bytes < layout.least_bytes:
-            raise ValueError(f"cache_bytes={cache_bytes}: a state and a KV block need {layout.least_bytes} bytes")
-        return replace(layout, total_blocks=cache_bytes // layout.block_bytes)
 
     @property
     def least_bytes(self) -> int:

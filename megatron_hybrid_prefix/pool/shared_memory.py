@@ -88,7 +88,10 @@ class SharedMemory:
         ring_layout: What they are.
         first_page_slot: Slot of the first page. Those before it are the engine's.
         kv_rows: (1, blocks with the dummy block, bytes of a block) uint8: whole blocks; not without ``layout``.
+        encodes: Whether checkpoints are kept in another form than live states.
+        kept: Content of a checkpoint's slot.
         state_rows: (1, rows, bytes of a checkpoint) uint8: whole checkpoints.
+        live_rows: (1, rows, bytes of a live state) uint8.
     """
 
     kv: torch.Tensor
@@ -128,10 +131,9 @@ class SharedMemory:
             begin = pages_bytes + block.kv_bytes
             self.routes = _view(self.buffer, block.routes_dtype, begin, (), (blocks, step_bytes), block.routes)
             self.kv_rows = self.buffer.as_strided((1, blocks, block.bytes), (0, step_bytes, 1), pages_bytes)
-        self.states, self.state_rows = self._states(slots)
-        self.checkpoints = self.states
-        if kept is not None:
-            self.checkpoints, self.state_rows = self._states(kept)
+        self.states, self.live_rows = self._states(slots)
+        self.encodes, self.kept = kept is not None, kept or slots
+        self.checkpoints, self.state_rows = (self.states, self.live_rows) if kept is None else self._states(kept)
         self.rings: dict[str, torch.Tensor] = {}
         offset = own_slots * state_bytes
         for of_kind, component in ((of, each) for of in rings.kinds for each in of.components):
@@ -162,11 +164,14 @@ class SharedMemory:
             raise ValueError(f"slot {slot} does not exist: there are {own + self._pages * len(self._places)}")
         return (self._pages_bytes + page * self._page_bytes + self._places[place]) // ALIGNMENT_BYTES
 
+    def is_encoded(self, slot: int) -> bool:
+        """Whether the slot has a checkpoint in another form than live states."""
+        layout, number = self.layout, slot - self.first_page_slot
+        return self.encodes and layout is not None and number >= 0 and number % layout.page_slots >= layout.page_live
+
     def state(self, slot: int) -> dict[str, torch.Tensor]:
         """The state in a slot, by component name: (layers of its kind, *shape), a view; of a checkpoint as it is kept."""
-        layout, number = self.layout, slot - self.first_page_slot
-        is_live = layout is None or number < 0 or number % layout.page_slots < layout.page_live
-        tensors = self.states if is_live else self.checkpoints
+        tensors = self.checkpoints if self.is_encoded(slot) else self.states
         return {name: tensor[:, self.row(slot)] for name, tensor in tensors.items()}
 
     # -- states --------------------------------------------------------------------------------------------------------
@@ -182,19 +187,23 @@ class SharedMemory:
             tensor[:, rows] = tensor.new_zeros(())  # a number would be sent to the GPU, and waited for
 
     def keep(self, live_slots: Sequence[int], slots: Sequence[int]) -> None:
-        """Write live states to checkpoints."""
-        sources, targets = (self._on_device(map(self.row, each)) for each in (live_slots, slots))
+        """Write live states to checkpoints; nothing where a slot is negative."""
+        sources, targets = map(self._rows, (live_slots, slots))
         for name, states in self.states.items():
-            keep_slots(states, self._parts(name), sources, targets)
+            keep_slots(states, self.parts(name), sources, targets)
 
     def restore(self, slots: Sequence[int], live_slots: Sequence[int]) -> None:
-        """Write checkpoints to live states."""
-        sources, targets = (self._on_device(map(self.row, each)) for each in (slots, live_slots))
+        """Write checkpoints to live states; nothing where a slot is negative."""
+        sources, targets = map(self._rows, (slots, live_slots))
         for name, states in self.states.items():
-            restore_slots(self._parts(name), states, sources, targets)
+            restore_slots(self.parts(name), states, sources, targets)
 
-    def _parts(self, name: str) -> list[torch.Tensor]:
-        """What checkpoints have of a component: itself, or its codes."""
+    def _rows(self, slots: Sequence[int]) -> torch.Tensor:
+        """On the device; negative ones stay."""
+        return self._on_device(slot if slot < 0 else self.row(slot) for slot in slots)
+
+    def parts(self, name: str) -> list[torch.Tensor]:
+        """What checkpoints have of a component, (layers of its kind, rows, *shape): itself, or its codes."""
         names = [name] if name in self.checkpoints else [f"{name}_{code}" for code in CODES]
         return [self.checkpoints[each] for each in names]
 

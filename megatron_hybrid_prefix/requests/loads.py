@@ -291,7 +291,7 @@ class Loads:
             return True
 
         kept = (
-            keep(EntryKind.STATE, live_slot)
+            keep(EntryKind.LIVE, live_slot)
             and all(keep(EntryKind.KV, block_id) for block_id in live.block_ids[len(live.path) : blocks])
             and all(keep_node(node) for node in reversed(live.path))
         )

@@ -196,7 +196,7 @@ def memory_samples(context: Any) -> Iterator[Sample]:
         "kv_running": use.held_blocks * layout.block_bytes,
         "kv_cached": use.cached_blocks * layout.block_bytes,
         "free": use.free_blocks * layout.block_bytes,
-        "states_running": use.live_slots * layout.state_bytes,
+        "states_running": use.live_slots * (layout.live_bytes or layout.state_bytes),
         "checkpoints": context.prefix_cache.stats().slots_used * layout.state_bytes,
     }
     owners["unused"] = use.total_blocks * layout.block_bytes - sum(owners.values())  # free slots and padding of pages

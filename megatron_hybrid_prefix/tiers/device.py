@@ -28,7 +28,7 @@ from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import LIVE_SIZE, NO_SLOT, SlotPool, SlotState
 from megatron_hybrid_prefix.tiers.base import DepthTier
 from megatron_hybrid_prefix.tiers.blocks import KVBlocks
-from megatron_hybrid_prefix.tiers.host import HostTier
+from megatron_hybrid_prefix.tiers.host import HostTier, host_pages_of
 from megatron_hybrid_prefix.tiers.units import HOST, SHARED, BlockMove, Copy, EntryKind, LoadOver, PageClear, StateMove
 
 _depth = attrgetter("depth_blocks")
@@ -100,7 +100,7 @@ class DeviceTier:
         make_policy = partial(make_eviction_policy, settings.eviction_policy)
         eviction = make_policy(state_blocks=pages.page_blocks / pages.page_sizes[-1])
         below = make_policy(
-            state_blocks=settings.host_state_pages / settings.host_kv_pages,
+            state_blocks=host_pages_of(settings)[EntryKind.STATE] / settings.host_kv_pages,
             above=eviction if settings.host_pages else None,
         )
         self.host = HostTier(self.tree, settings, below, stats, self.copies)

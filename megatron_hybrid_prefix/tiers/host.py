@@ -50,6 +50,13 @@ class HostEntry:
         return BlockTransfer(SHARED, HOST, self.pages, self.tag)
 
 
+def host_pages_of(settings: CacheSettings) -> dict[EntryKind, int]:
+    """Pages of an entry by kind."""
+    sizes = settings.host_state_pages
+    live, kept = (sizes, sizes) if isinstance(sizes, int) else sizes
+    return {EntryKind.KV: settings.host_kv_pages, EntryKind.STATE: kept, EntryKind.LIVE: live}
+
+
 class HostTier(TierIndex[Node]):
     """Entries on the host, in pages ``0 .. host_pages - 1``. Without pages it ends the chain: it has nothing and takes nothing.
 
@@ -83,7 +90,7 @@ class HostTier(TierIndex[Node]):
         super().__init__(eviction)
         self._tree, self._stats, self._figures, self._copies = tree, stats, stats.tiers[HOST], copies
         self.total_pages = settings.host_pages
-        self.pages_of = {EntryKind.KV: settings.host_kv_pages, EntryKind.STATE: settings.host_state_pages}
+        self.pages_of = host_pages_of(settings)
         self._block_tokens = settings.block_tokens
         self.behind = settings.behind or END_OF_CHAIN
         self.page_tokens = 0.0
@@ -484,7 +491,7 @@ class HostTier(TierIndex[Node]):
         if self.states != self.of_states.keys():
             raise CacheCorruptionError("the states on the host and those that are counted differ")
         self.check_needs(self._tree)
-        for kind in EntryKind:
+        for kind in (EntryKind.KV, EntryKind.STATE):
             for node, entry in self._of(kind).items():
                 tag, tokens = entry.tag, node.depth_blocks * self._block_tokens
                 if (tag.kind, tag.key, tag.depth_tokens) != (kind, node.key, tokens):

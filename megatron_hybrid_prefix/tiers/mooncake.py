@@ -64,7 +64,9 @@ class MooncakeTier(Tier):
         """One question for the KV and the states of all these blocks."""
         if first >= len(keys) or len(keys) < self.least_blocks:
             return first
-        kv, states = ([_object(namespace, kind, key) for key in keys[first:]] for kind in EntryKind)
+        kv, states = (
+            [_object(namespace, kind, key) for key in keys[first:]] for kind in (EntryKind.KV, EntryKind.STATE)
+        )
         here = self._which_exist(kv, states)
         return first + next((at for at, name in enumerate(kv) if name not in here), len(kv))
 

@@ -21,7 +21,8 @@ class EntryKind(IntEnum):
     """What a transfer moves."""
 
     KV = 0  # the KV of one block, in all attention layers
-    STATE = 1  # one recurrent state, in all recurrent layers
+    STATE = 1  # one checkpoint, in all recurrent layers
+    LIVE = 2  # the live state of a preempted request
 
 
 # Not frozen: each eviction makes one, and a frozen one takes three times as long.

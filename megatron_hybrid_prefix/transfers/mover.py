@@ -73,7 +73,11 @@ class DeviceMover:
         """Those on the device, by kind, each (1, KV blocks or rows of states, bytes). Their addresses change when the engine is suspended."""
         memory = self.memory()
         assert memory is not None
-        return {EntryKind.KV: [memory.kv_rows], EntryKind.STATE: [memory.state_rows]}
+        return {
+            EntryKind.KV: [memory.kv_rows],
+            EntryKind.STATE: [memory.state_rows],
+            EntryKind.LIVE: [memory.live_rows],
+        }
 
     def launch(self) -> None:
         """See `Mover.launch`."""
@@ -171,7 +175,7 @@ class Mover:
             # States on the device are named by their rows, not by their slots.
             rows = [
                 unit._replace(device_id=memory.row(unit.device_id))
-                if unit.device_id >= 0 and unit.tag.kind == EntryKind.STATE
+                if unit.device_id >= 0 and unit.tag.kind != EntryKind.KV
                 else unit
                 for unit in units
             ]

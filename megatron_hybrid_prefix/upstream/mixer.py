@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -72,6 +72,11 @@ class StepSeam(MambaMixer):
         """This layer's rings in the running step, by component name: (rings, *shape)."""
         rings: Mapping[str, torch.Tensor] = self._context.ring_of_layer(self.slot_layer_number)
         return rings
+
+    def checkpoints_of_step(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """What checkpoints have of this layer in the running step, by component name; see `StateMemory.checkpoints`."""
+        found: Mapping[str, Sequence[torch.Tensor]] = self._context.checkpoints_of_layer(self.slot_layer_number)
+        return found
 
     def decode(
         self, zxBCdt: torch.Tensor, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: Any

@@ -274,7 +274,7 @@ def test_a_kind_without_a_ring_goes_on_from_the_last_accepted_token(platform, mo
                 tensor[slots[slots >= 0]] += inputs[slots >= 0].to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1))
             return inputs
 
-        def slot_prefill(self, inputs, states, step):
+        def slot_prefill(self, inputs, states, kept, step):
             raise NotImplementedError
 
     requests, slots, dice = 3, STATES["one kind"], random.Random(drafts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,6 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_hybrid_prefix.lab.capacity import sizes_of_config
+from megatron_hybrid_prefix.lab.memory import Memory
 from megatron_hybrid_prefix.mcore.state import budget
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig, split_into_stages
 from megatron_hybrid_prefix.pool.layout import RingLayout, SlotLayout, StateComponent, StateLayout
@@ -119,10 +121,10 @@ def test_little_is_lost_for_any_sizes(block, blocks_of_state):
 @given(cache_bytes=st.integers(-1, 10**6), block_bytes=st.integers(1, 5000), state_bytes=st.integers(1, 20000))
 def test_the_caches_own_layout(cache_bytes, block_bytes, state_bytes):
     try:
-        found = PageLayout.within(cache_bytes, block_bytes=block_bytes, state_bytes=state_bytes)
+        found = Memory(cache_bytes, block_bytes, state_bytes).layout
     except ValueError as error:
         least = int(str(error).split()[-2])
-        found = PageLayout.within(least, block_bytes=block_bytes, state_bytes=state_bytes)
+        found = Memory(least, block_bytes, state_bytes).layout
         assert cache_bytes < least and found.total_blocks == found.page_blocks + 1
         cache_bytes = least
     assert found.block_bytes >= block_bytes and found.page_states * state_bytes <= found.page_bytes
@@ -169,8 +171,10 @@ def rings_of(entries: int) -> RingLayout:
     return RingLayout(tokens=8, kinds=(StateLayout(kind="some", layers=2, components=(component,)),) if entries else ())
 
 
-def agree(stages: Sequence[Stage], memory_bytes: int, max_requests: int) -> list[tuple[PageLayout, bool]]:
-    """The layout of each stage, and whether live states are in it: a thread for each."""
+def agree(
+    stages: Sequence[Stage], memory_bytes: int, max_requests: int, kept: float = 1
+) -> list[tuple[PageLayout, bool]]:
+    """The layout of each stage, and whether live states are in it: a thread for each. ``kept``: a checkpoint's share of a state."""
     said: list[Any] = [None] * len(stages)
     barrier = Barrier(len(stages), timeout=60)
 
@@ -182,7 +186,8 @@ def agree(stages: Sequence[Stage], memory_bytes: int, max_requests: int) -> list
         return values
 
     def run(stage: int) -> Any:
-        fields = dict(zip(("block_bytes", "state_bytes", "rings"), stages[stage], strict=True))
+        fields = dict(zip(("block_bytes", "live_bytes", "rings"), stages[stage], strict=True))
+        fields["state_bytes"] = math.ceil(kept * fields["live_bytes"])
         try:
             return budget.agree_on_budget(memory_bytes, max_requests=max_requests, option="x", groups=stage, **fields)
         except ValueError as error:
@@ -203,16 +208,17 @@ def agree(stages: Sequence[Stage], memory_bytes: int, max_requests: int) -> list
     return found
 
 
-def check_budgets(stages: Sequence[Stage], memory_bytes: int, max_requests: int) -> float:
+def check_budgets(stages: Sequence[Stage], memory_bytes: int, max_requests: int, kept: float = 1) -> float:
     """Checks that stages agree and keep their budgets. Returns KV blocks, as a share of those beside a state for each request."""
-    found = agree(stages, memory_bytes, max_requests)
+    found = agree(stages, memory_bytes, max_requests, kept)
     counts = {(page.total_blocks, page.page_blocks, page.page_states, live_states) for page, live_states in found}
     assert len(counts) == 1
     left = []
     for (block_bytes, state_bytes, rings), (page, live_states) in zip(stages, found, strict=True):
         own = own_bytes(state_bytes, rings, own_slots=1 if live_states else max_requests, requests=max_requests)
         assert page.block_bytes >= block_bytes and page.block_bytes % ALIGNMENT_BYTES == 0
-        assert page.padding_bytes >= 0 and page.state_bytes == state_bytes
+        assert page.padding_bytes >= 0 and page.state_bytes == math.ceil(kept * state_bytes)
+        assert page.page_live * state_bytes <= page.page_bytes and page.live_bytes in (0, state_bytes)
         left.append((memory_bytes - own - (page.total_blocks + 1) * page.block_bytes) / page.block_bytes)
     assert 0 <= min(left) < 1  # of the tightest stage
     page, live_states = found[0]
@@ -252,17 +258,18 @@ def test_stages_of_models_agree_and_keep_their_kv(name, drafts):
     blocks=st.integers(40, 4000),
     entries=st.integers(0, 99),
     max_requests=st.integers(1, 200),
+    share=st.sampled_from((1, 0.5, 0.28)),
 )
-@example(stages=[(300, 0), (256, 0)], blocks=40, entries=0, max_requests=1)
-@example(stages=[(300, 0), (256, 9000), (1000, 1)], blocks=40, entries=99, max_requests=9)
-def test_any_stages_agree_and_keep_their_kv(stages, blocks, entries, max_requests):
+@example(stages=[(300, 0), (256, 0)], blocks=40, entries=0, max_requests=1, share=1)
+@example(stages=[(300, 0), (256, 9000), (1000, 1)], blocks=40, entries=99, max_requests=9, share=1)
+def test_any_stages_agree_and_keep_their_kv(stages, blocks, entries, max_requests, share):
     """Stages without recurrent layers have no rings."""
     sizes = [
         (block * ALIGNMENT_BYTES, state * ALIGNMENT_BYTES, rings_of(entries if state else 0)) for block, state in stages
     ]
     owns = zip(sizes, every(sizes, max_requests), strict=True)
-    kept = check_budgets(sizes, max(own + blocks * block for (block, *_), own in owns), max_requests)
-    assert kept >= (1 - 0.04) / (1 + 1 / 256) - 1 / blocks  # blocks begin aligned, and whole ones count
+    kept = check_budgets(sizes, max(own + blocks * block for (block, *_), own in owns), max_requests, share)
+    assert share < 1 or kept >= (1 - 0.04) / (1 + 1 / 256) - 1 / blocks  # blocks begin aligned, and whole ones count
 
 
 @given(

@@ -10,6 +10,7 @@ import pytest
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.settings import CacheSettings
+from megatron_hybrid_prefix.lab.memory import Memory
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import TierIndex, is_guess
 from megatron_hybrid_prefix.pool.pages import PageLayout, Pages
@@ -50,8 +51,8 @@ def test_a_layout_loses_least_with_as_few_states_in_a_page_as_lose_little(alignm
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PageLayout.within(11, block_bytes=4, state_bytes=8), "a state and a KV block need 12 bytes"),
-        (lambda: PageLayout.within(-5, block_bytes=4, state_bytes=8), "a state and a KV block need 12 bytes"),
+        (lambda: Memory(11, 4, 8).layout, "a state and a KV block need 12 bytes"),
+        (lambda: Memory(-5, 4, 8).layout, "a state and a KV block need 12 bytes"),
         (lambda: PageLayout.of(block_bytes=0, state_bytes=5), "must be 1 or more"),
         (lambda: Pages(4, 2, 0), "must be 0, 1 and 1 or more"),
         (lambda: shared(4, 0), "must be 0, 1 and 1 or more"),

@@ -145,7 +145,8 @@ def parts_of(pattern: str, tp: int, pp: int) -> dict[str, Any]:
     most = max(state for state, _ in scenario.sizes_of(named(**model_of(pattern, pp)), tp))
     return parts | {
         "damaged": named_session("tails", pattern, tp, pp, "legacy", damage),
-        "spoilt": session(pattern, tp, pp, spoilt, modes_of(pattern)[0], coalesce_prefixes=False),
+        "spoilt": session(pattern, tp, pp, spoilt, modes_of(pattern)[0]),
+        "int8": session(pattern, tp, pp, host(), slots=3, blocks=12, host_gb=0.05, checkpoint_dtype="int8", **CHECKED),
         "agreed": ["agreed"],
         "disagreement": session(pattern, tp, pp, differ, **CHECKED) | {"raises": True},
         "noticed": session(pattern, tp, pp, refit, **CHECKED),
@@ -281,6 +282,17 @@ def test_a_wrong_state_on_one_rank_shows(case, alone):
         answers = rank["damaged"]["answers"]
         assert any(answer["cached_tokens"] for answer in answers)
         assert_damaged(answers, right)
+
+
+def test_ranks_whose_checkpoints_are_in_int8(case, alone):
+    """Stages encode other layers, or none, and decide alike; their answers are close to those without a cache."""
+    _, pattern, ranks = case
+    first, right = ranks[0]["int8"], alone(pattern, "legacy", "host", cached=False)["answers"]
+    assert first["stats"]["reused_tokens_host"] > 0 and first["stats"]["fallbacks"]["host_load_failed"] > 0
+    for found in (rank["int8"] for rank in ranks):
+        assert [found[what] for what in ("decisions", "present")] == [first[what] for what in ("decisions", "present")]
+        gaps = [abs(a["log_probs"][0] - b["log_probs"][0]) for a, b in zip(found["answers"], right, strict=True)]
+        assert 1e-5 < max(gaps) < 0.1
 
 
 def test_what_is_not_finite_on_one_rank_fails_its_request_on_all(case):

@@ -65,6 +65,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "verify_hits": (["0.25"], 0.25),
     "state_dtype": (["float32"], "float32"),
     "exact": (["bits"], "bits"),
+    "checkpoint_dtype": (["int8"], "int8"),
     "retention_interval_tokens": (["512"], 512),
     "shared": (["auto"], None),  # needs host memory: test_shared_tier.py
 }
@@ -194,7 +195,7 @@ CONTRADICTIONS = {
         ["--hybrid-prefix-verify-hits", "0.5"],
         f"verify-hits has no effect without {SWITCH}",
     ),
-    "a switch-off without the switch": (["--no-hybrid-prefix-coalesce-prefixes"], f"no effect without {SWITCH}"),
+    "a switch-off without the switch": (["--no-hybrid-prefix-decode-checkpoints"], f"no effect without {SWITCH}"),
     "a budget without the switch": ([BUDGET, "1"], f"{BUDGET} has no effect without {SWITCH}"),
     "the static engine": ([SWITCH, "--use-legacy-static-engine"], "leave out --use-legacy-static-engine"),
     "an interval across blocks": (

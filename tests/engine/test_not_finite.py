@@ -128,13 +128,15 @@ def test_inputs_of_one_recurrent_layer(model, columns, monkeypatch):
 
 @each_mode
 @pytest.mark.parametrize("coalesce", [False, True])
-def test_requests_of_one_step(any_model, mode, coalesce):
+def test_requests_of_one_step(any_model, mode, coalesce, monkeypatch):
     """They share blocks that the bad one publishes: those that use them start over."""
     system = without_bad(2 * BLOCK, seed=1)
     plain = EngineHarness(any_model, slots=None)
     prompts = [[*system, 7, BAD, 9], [*system, 65, 67], [*system, 11], without_bad(40, seed=4)]
     right = [list(plain.send(prompt, count=ANSWER).generated_tokens) for prompt in prompts[1:]]
-    served = EngineHarness(any_model, async_sched_mode=mode, coalesce_prefixes=coalesce)
+    least = BLOCK if coalesce else 4 * BLOCK
+    monkeypatch.setattr("megatron_hybrid_prefix.mcore.engine.coalesce._MIN_SAVED_TOKENS", least)
+    served = EngineHarness(any_model, async_sched_mode=mode)
     with embedding(any_model, BAD, NAN):
         numbers = [served.add(prompt, ANSWER) for prompt in prompts]
         served.run()

@@ -71,10 +71,9 @@ def test_requests_that_come_while_a_long_prompt_is_computed_in_chunks(model):
     served.check()
 
 
-@pytest.mark.parametrize("how", ["aborted", "switch", "salt", "too little"])
+@pytest.mark.parametrize("how", ["aborted", "salt", "too little"])
 def test_no_request_waits_for_a_prefix_that_will_not_come(model, how):
-    fields = {"coalesce_prefixes": False} if how == "switch" else {}
-    served = herd(model, enable_chunked_prefill=True, max_tokens=128, **fields)
+    served = herd(model, enable_chunked_prefill=True, max_tokens=128)
     prompt = tokens(3 if how == "too little" else 20, 3, seed=1)
     first = served.add(prompt, cache_salt="a" if how == "salt" else "b")
     second = served.add([*prompt, 1, 2], cache_salt="b")
@@ -82,13 +81,13 @@ def test_no_request_waits_for_a_prefix_that_will_not_come(model, how):
     if how == "aborted":
         assert served.engine.abort_request(first)
     served.run()
-    assert served.finished[second].num_cached_tokens < len(prompt) // BLOCK * BLOCK or how in ("too little", "switch")
+    assert served.finished[second].num_cached_tokens < len(prompt) // BLOCK * BLOCK or how == "too little"
     served.check(second)
     served.check_drained()
 
 
 def test_a_cached_prompt_starts_while_another_is_computed_in_chunks(model):
-    served = herd(model, enable_chunked_prefill=True, max_tokens=128, coalesce_prefixes=False)
+    served = herd(model, enable_chunked_prefill=True, max_tokens=128)
     short = tokens(4, 5, seed=1)
     served.send(short)
     long = served.add(tokens(25, 3, seed=2))

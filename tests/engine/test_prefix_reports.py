@@ -142,8 +142,8 @@ def test_the_policy_is_logged_once_at_the_start(model, caplog):
     assert "at most 5 states cached" in line
     assert served.context.policy_report() in line
     assert served.context.policy_report() == (
-        f"prefix cache: blocks of {BLOCK} tokens, SSM chunks of 128; intervals every {2 * BLOCK} tokens, decode off, "
-        "coalescing on; eviction recompute_cost; hits equal misses up to rounding"
+        f"prefix cache: blocks of {BLOCK} tokens, SSM chunks of 128; intervals every {2 * BLOCK} tokens, decode off; "
+        "eviction recompute_cost; hits equal misses up to rounding"
     )
 
 

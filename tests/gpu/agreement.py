@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import json
 import time
+from dataclasses import replace
 
 import torch
 
@@ -105,6 +106,7 @@ def main(arguments) -> None:
         *([("upstream", alone, 1, upstream)] if on_megatron else []),
         ("cold", alone, 1, {"prefix": nothing_kept}),  # this package's kernels, without hits
         ("ours", alone, 1, {"prefix": ours}),
+        ("int8", alone, 1, {"prefix": replace(ours, checkpoint_dtype="int8")}),
     ]
     report = {"platform": platform.describe(), "preset": source.name, **source.fields}
     rows = {}

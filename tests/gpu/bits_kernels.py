@@ -168,7 +168,7 @@ def layer_cases(model):
 
     def prefill(module, states, x, step):
         if hasattr(module, "slot_prefill"):
-            return module.slot_prefill(x, states, step).reshape(len(x), -1)
+            return module.slot_prefill(x, states, states, step).reshape(len(x), -1)
         conv, ssm = states.values()
         return module.prefill(x.unsqueeze(1), step, conv, ssm).reshape(len(x), -1)
 

@@ -51,15 +51,16 @@ def test_generates_and_caching_agrees_within_noise(preset, tmp_path):
     for engine in rows.keys() & {"upstream", "ours"}:  # megatron's engine does not run every layer
         assert report[f"computed_tokens_{engine}"] < 0.5 * report["prompt_tokens"]
         cached[engine] = error(rows[engine], rows["alone"])
-    batched = error(rows["batched"], rows["alone"])
+    batched, int8 = (error(rows[name], rows["alone"]) for name in ("batched", "int8"))
     wrong = error(rows["alone"].roll(1, 0), rows["alone"])
     print(
         f"{report['preset']}: in chunks {noise:.5f}, batched {batched:.5f}, caches "
-        f"{', '.join(f'{name} {value:.5f}' for name, value in cached.items())}, another prompt {wrong:.5f}"
+        f"{', '.join(f'{name} {value:.5f}' for name, value in (cached | {'int8': int8}).items())}, another prompt {wrong:.5f}"
     )
     assert batched <= 1.5 * noise
     assert max(cached.values()) <= 1.5 * noise
-    assert wrong > 10 * max(noise, 1e-3)
+    assert wrong > 10 * max(noise, int8, 1e-3)
+    assert report["computed_tokens_int8"] == report["computed_tokens_ours"]
 
 
 @pytest.mark.parametrize(

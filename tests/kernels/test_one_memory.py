@@ -367,7 +367,7 @@ def test_a_plugins_layer(place, request):
             states["sum"][slots[slots >= 0]] += inputs[slots >= 0]
             return inputs
 
-        def slot_prefill(self, inputs, states, step):
+        def slot_prefill(self, inputs, states, kept, step):
             raise NotImplementedError
 
     states = memory.shared(component("sum", (16,))).states

@@ -44,6 +44,7 @@ from megatron_hybrid_prefix.mcore.state.layout import DESCRIBE_ALL, states_of_co
 from megatron_hybrid_prefix.mcore.state.moves import name_entries, open_mover, page_tokens
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
+from megatron_hybrid_prefix.pool.layout import SlotLayout
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
@@ -75,7 +76,6 @@ class HybridPrefixContext(SlotContext):
         moves: Copies on the device and to the host.
         host_moves: The same with a host tier, or None.
         loads: Loads that the next forward uses, and those that requests wait for.
-        coalesces: Whether requests wait for prefixes that other requests are computing.
         scored: Prompts whose log-probs are wanted.
         checkpoint_slots: Most cached states; the same number on all ranks.
 
@@ -134,7 +134,6 @@ class HybridPrefixContext(SlotContext):
         self.host_moves = self.moves if isinstance(self.moves, Mover) else None
         sizes = self.moves.sizes
         assert self.shared_memory is not None
-        self.coalesces = prefix.coalesce_prefixes and self.checkpoint_slots > 0
         cache = self.prefix_cache = HybridPrefixCache(
             CacheSettings(
                 block_tokens=self.block_size_tokens,
@@ -147,7 +146,7 @@ class HybridPrefixContext(SlotContext):
                 beside=self._events,
                 host_pages=sizes.pages,
                 host_kv_pages=sizes.pages_of[EntryKind.KV],
-                host_state_pages=sizes.pages_of[EntryKind.STATE],
+                host_state_pages=(sizes.pages_of[EntryKind.LIVE], sizes.pages_of[EntryKind.STATE]),
                 behind=self.moves.tier,
                 secret=secret,
             )
@@ -181,6 +180,7 @@ class HybridPrefixContext(SlotContext):
                 rings=self.rings,
                 requests=self.max_requests,
                 layout=self.layout,
+                kept=self._kept_layout if self.layout.page_live else None,
                 block=block,
                 device=torch.cuda.current_device(),
             )
@@ -191,6 +191,11 @@ class HybridPrefixContext(SlotContext):
             raise MemoryError(f"{self._memory_option}: {str(error).splitlines()[0]}") from None
         self.memory_buffer = self.shared_memory.kv
         return True
+
+    @property
+    def _kept_layout(self) -> SlotLayout:
+        """Content of a checkpoint's slot."""
+        return self.state_layout.kept_in(self.prefix_config.checkpoint_dtype)
 
     @property
     def _memory_option(self) -> str:
@@ -218,7 +223,8 @@ class HybridPrefixContext(SlotContext):
         layout, live_states = agree_on_budget(
             memory_bytes,
             block_bytes=block.bytes,
-            state_bytes=slot_bytes(self.state_layout),
+            state_bytes=slot_bytes(self._kept_layout),
+            live_bytes=slot_bytes(self.state_layout),
             rings=self.rings,
             max_requests=self.max_requests,
             option=self._memory_option,
@@ -227,7 +233,7 @@ class HybridPrefixContext(SlotContext):
         self.checkpoint_slots: int = layout.slots
         if prefix.mamba_gb is not None:
             # A stage without recurrent layers has room for more than the others.
-            slots = int(prefix.mamba_gb * 2**30) // max(1, self.state_layout.slot_bytes)
+            slots = int(prefix.mamba_gb * 2**30) // max(1, self._kept_layout.slot_bytes)
             self.checkpoint_slots = min_over_model_ranks(slots, config.pg_collection)
         return layout, live_states
 
@@ -324,13 +330,16 @@ class HybridPrefixContext(SlotContext):
         if request_id not in self._step.parts:  # rows that warm up CUDA graphs
             return super().prefill_span(request_id, start_tokens, tokens, live_row, ring)
         _, plan = self._step.parts[request_id]
-        row_of = self.states.memory.row
+        memory, source = self.states.memory, plan.source_slot
+        if source is not None and memory.encodes and memory.is_encoded(source):
+            self._step.restores[self.states.live.slot(ring)] = source
+            source = None
         return PrefillSpan(
             start_tokens=start_tokens,
             tokens=tokens,
-            source_slot=live_row if plan.source_slot is None else row_of(plan.source_slot),
+            source_slot=live_row if source is None else memory.row(source),
             live_slot=live_row,
-            kept={kept.position_tokens: row_of(kept.slot) for kept in plan.checkpoints},
+            kept={kept.position_tokens: memory.row(kept.slot) for kept in plan.checkpoints},
             ring=ring,
         )
 
@@ -339,6 +348,9 @@ class HybridPrefixContext(SlotContext):
         self.moves.launch()
         done = super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
         self.loads.wait()
+        if restores := self._step.restores:
+            self.states.memory.restore([*restores.values()], [*restores])
+            restores.clear()
         return done
 
     def forward_launched(self, logits: torch.Tensor) -> None:

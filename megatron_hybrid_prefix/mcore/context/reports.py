@@ -22,14 +22,19 @@ def memory_report(context: Any) -> str:
     """Slots and bytes of the recurrent states on this rank: running requests, speculation, checkpoints."""
     mamba_gb, state_bytes = context.prefix_config.mamba_gb, context.state_layout.slot_bytes
     memory, layout = context.shared_memory, context.layout
+    kept_bytes = memory.kept.slot_bytes
     types = ", ".join(
         f"{'SSM' if component.name == 'ssm' else component.name} in {component.dtype}"
         for _, component in context.state_layout
         if component.name != "conv"  # holds inputs of the layer, in the parameters' dtype
     )
-    pages = f"{layout.pages} pages of {_count(layout.page_blocks, 'block')} for {_count(layout.page_states, 'state')}"
+    states = _count(layout.page_states, "checkpoint" if layout.page_live else "state")
+    if layout.page_live:
+        states += f", or for {_count(layout.page_live, 'live state')}"
+    pages = f"{layout.pages} pages of {_count(layout.page_blocks, 'block')} for {states}"
+    kept = f"; {_size(kept_bytes)} as checkpoints" if layout.page_live else ""
     lines = [
-        f"recurrent states: {_size(state_bytes)} each, {types}",
+        f"recurrent states: {_size(state_bytes)} each, {types}{kept}",
         f"  memory: {_size(memory.buffer.numel())} for KV and states: {layout.total_blocks} KV blocks of "
         f"{_size(layout.block_bytes)}, or {pages}",
     ]
@@ -44,7 +49,7 @@ def memory_report(context: Any) -> str:
     if mamba_gb is not None:
         lines.append(
             f"  mamba_gb={mamba_gb:g}: at most {_count(context.checkpoint_slots, 'state')} cached, "
-            f"{_size(context.checkpoint_slots * state_bytes)}"
+            f"{_size(context.checkpoint_slots * kept_bytes)}"
         )
     if context.host_moves is not None:
         lines.append(f"  {context.host_moves.report()}")
@@ -56,11 +61,9 @@ def policy_report(context: Any) -> str:
     prefix = context.prefix_config
     interval = prefix.retention_interval_tokens
     every = "by the length of a prompt" if interval is None else f"every {interval} tokens" if interval else "off"
-    switches = (("decode", prefix.decode_checkpoints), ("coalescing", context.coalesces))
     return (
         f"prefix cache: blocks of {context.block_size_tokens} tokens, SSM chunks of {context.mamba_chunk_size}; intervals {every}, "
-        + ", ".join(f"{name} {'on' if on else 'off'}" for name, on in switches)
-        + f"; eviction {prefix.eviction_policy}; "
+        + f"decode {'on' if prefix.decode_checkpoints else 'off'}; eviction {prefix.eviction_policy}; "
         + ("hits equal misses bit for bit" if context.is_exact else "hits equal misses up to rounding")
     )
 

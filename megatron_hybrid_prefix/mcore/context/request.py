@@ -125,6 +125,7 @@ class StepState:
 
     Attributes:
         parts: What it computes: requests and their plans, by request id, in the order of their rows.
+        restores: Encoded checkpoints that it starts from, by the live slot that gets the state first.
         published_plans: Plans that were published when it was launched.
         failed: Whether a step raised since the last reset.
         failed_plans: Plans that were published when their forward was launched, and whose step failed afterwards.
@@ -133,6 +134,7 @@ class StepState:
     """
 
     parts: dict[int, tuple[PrefixRequest, StepPlan]] = field(default_factory=dict)
+    restores: dict[int, int] = field(default_factory=dict)
     published_plans: int = 0
     failed: bool = False
     failed_plans: int = 0
@@ -148,6 +150,7 @@ class StepState:
         """Remove all parts, as the forward is published or failed; returns them."""
         taken = list(self.parts.values())
         self.parts.clear()
+        self.restores.clear()
         return taken
 
     def fail(self) -> None:

@@ -151,6 +151,10 @@ class SlotContext(ContextSeam, NoCache):
         """
         return self.states.layers[int(self.layer_map[layer_number - 1])]
 
+    def checkpoints_of_layer(self, layer_number: int) -> dict[str, list[torch.Tensor]]:
+        """What its checkpoints have, by component name; see `StateMemory.checkpoints`."""
+        return self.states.checkpoints[int(self.layer_map[layer_number - 1])]
+
     def ring_of_layer(self, layer_number: int) -> dict[str, torch.Tensor]:
         """Its rings by component name: (max_requests, *shape)."""
         return self.states.rings[int(self.layer_map[layer_number - 1])]

@@ -12,7 +12,9 @@ import torch
 
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.mcore.context.request import StepState
+from megatron_hybrid_prefix.ops.state_codes import decode
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.requests.book import StepPlan
 
@@ -38,19 +40,18 @@ def verify_plan(context: Any, plan: StepPlan, step: StepState) -> None:
         nodes = [cache.node(key) for key in keys]
         if nodes[-1] is None or nodes[-1].slot == NO_SLOT:
             continue  # evicted meanwhile
-        kept = context.shared_memory.state(nodes[-1].slot)
-        differences = {
-            name: difference(state, kept[name]) for name, state in context.shared_memory.state(checkpoint.slot).items()
-        }
+        fresh, kept = (_decoded(context.shared_memory, slot) for slot in (checkpoint.slot, nodes[-1].slot))
+        differences = {}
+        for name, (state, steps) in fresh.items():
+            value, tolerance = difference(state, kept[name][0])
+            size = kept[name][0].float().norm().clamp(min=1e-20)
+            differences[name] = value, tolerance + float((steps + kept[name][1]) / size)
         cached = [NO_BLOCK if node is None else node.block_id for node in nodes]
         pairs = [(own, kept) for own, kept in zip(live.block_ids, cached, strict=False) if kept not in (NO_BLOCK, own)]
         if pairs:
-            fresh, kept = (torch.tensor(ids, device=context.memory_buffer.device) for ids in zip(*pairs, strict=True))
+            ids = (torch.tensor(ids, device=context.memory_buffer.device) for ids in zip(*pairs, strict=True))
             block_dim = context.memory_buffer.dim() - (3 if context.cache_mla_latent else 4)
-            differences["kv"] = difference(
-                context.memory_buffer.index_select(block_dim, fresh),
-                context.memory_buffer.index_select(block_dim, kept),
-            )
+            differences["kv"] = difference(*(context.memory_buffer.index_select(block_dim, each) for each in ids))
         wrong = {name: value for name, (value, tolerance) in differences.items() if not value <= tolerance}
         step.verified_hits += 1
         step.verify_mismatches += bool(wrong)
@@ -62,6 +63,21 @@ def verify_plan(context: Any, plan: StepPlan, step: StepState) -> None:
                 "share of values with other bits" if context.is_exact else "relative difference",
                 ", ".join(f"{name} {value:.1e}" for name, value in wrong.items()),
             )
+
+
+def _decoded(memory: SharedMemory, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The checkpoint in a slot by component name; and how far its code is from what it was made of at most (L2): half a step an element."""
+    found = {}
+    for name, states in memory.states.items():
+        values, *scales = (part[:, memory.row(slot)] for part in memory.parts(name))
+        if scales:
+            rows, columns = (each.float() for each in scales)
+            values = decode(values, rows, columns).to(states.dtype)
+            off = (rows.norm(dim=-1) * columns.norm(dim=-1)).norm() / 2
+        else:
+            off = values.new_zeros((), dtype=torch.float32)
+        found[name] = values, off
+    return found
 
 
 def _differing_bits(fresh: torch.Tensor, kept: torch.Tensor) -> tuple[float, float]:

@@ -32,7 +32,7 @@ class PrefixScheduling:
         self._engine = engine
         self._context = context
         self._cache = context.prefix_cache
-        self._coalescing = Coalescing(self._cache, context.prefix_request) if context.coalesces else None
+        self._coalescing = Coalescing(self._cache, context.prefix_request) if context.checkpoint_slots else None
         self._queue: list[int] = []  # of this round, with those that are held back
         self._groups: Counter[bytes] | None = None  # among them, by their last key; None: not counted yet
 

@@ -69,6 +69,7 @@ def agree_on_budget(
     *,
     block_bytes: int,
     state_bytes: int,
+    live_bytes: int,
     rings: RingLayout,
     max_requests: int,
     option: str,
@@ -84,8 +85,9 @@ def agree_on_budget(
     Args:
         memory_bytes: Budget on this rank.
         block_bytes: Bytes of a KV block on this rank, without padding.
-        state_bytes: Bytes of a state on this rank; 0 on a stage without recurrent layers.
-        rings: What a running request has beside it.
+        state_bytes: Bytes of a checkpoint on this rank; 0 on a stage without recurrent layers.
+        live_bytes: Bytes of the state of a running request, at least as many.
+        rings: What that request has beside it.
         max_requests: Maximum of running requests.
         option: The budget in words, for the error.
         groups: Megatron's process groups.
@@ -96,13 +98,19 @@ def agree_on_budget(
     Raises:
         ValueError: There is no room for a KV block and the states of running requests on some rank; raised on all ranks.
     """
-    largest = max(of_all_stages((state_bytes, block_bytes), groups), key=lambda sizes: sizes[0] / sizes[1])
-    page = PageLayout.of(state_bytes=max(1, largest[0]), block_bytes=largest[1], alignment_bytes=ALIGNMENT_BYTES)
-    step_bytes = round_up(ceil_div(page.page_states * state_bytes, page.page_blocks), ALIGNMENT_BYTES)
-    step_bytes = max(block_bytes, step_bytes)
+    of_stages = of_all_stages((live_bytes, state_bytes, block_bytes), groups)
+    live, kept, block = max(of_stages, key=lambda sizes: sizes[0] / sizes[2])
+    page = PageLayout.of(
+        state_bytes=max(1, kept),
+        live_bytes=live if live > kept else 0,
+        block_bytes=block,
+        alignment_bytes=ALIGNMENT_BYTES,
+    )
+    page_bytes = max(page.page_states * state_bytes, page.page_live * live_bytes)
+    step_bytes = max(block_bytes, round_up(ceil_div(page_bytes, page.page_blocks), ALIGNMENT_BYTES))
 
     def blocks_beside(own_slots: int) -> int:
-        left = memory_bytes - own_bytes(state_bytes, rings, own_slots=own_slots, requests=max_requests)
+        left = memory_bytes - own_bytes(live_bytes, rings, own_slots=own_slots, requests=max_requests)
         return min_over_model_ranks(left // step_bytes, groups) - 1  # the last one is megatron's dummy block
 
     blocks = blocks_beside(1)
@@ -111,7 +119,7 @@ def agree_on_budget(
         blocks = blocks_beside(max_requests)
     if blocks < 1:
         of_rings = rings.bytes(max_requests, ALIGNMENT_BYTES)
-        needs = [max_requests * state_bytes + 2 * step_bytes, state_bytes + (page.page_blocks + 2) * step_bytes]
+        needs = [max_requests * live_bytes + 2 * step_bytes, live_bytes + (page.page_blocks + 2) * step_bytes]
         least = min(
             max_over_model_ranks([need + of_rings for need in needs], groups)
         )  # another rank may be the tight one
@@ -119,4 +127,5 @@ def agree_on_budget(
             f"{option} is too small: {memory_bytes / 2**20:.2f} MiB have no room for a state and a KV block; with the rings of "
             f"{max_requests} requests they need {least / 2**20:.2f} MiB"
         )
-    return dataclasses.replace(page, block_bytes=step_bytes, state_bytes=state_bytes, total_blocks=blocks), live_states
+    sizes = {"block_bytes": step_bytes, "state_bytes": state_bytes, "live_bytes": live_bytes if page.page_live else 0}
+    return dataclasses.replace(page, **sizes, total_blocks=blocks), live_states

@@ -80,6 +80,7 @@ class StateMemory:
 
     Attributes:
         layers: States of each recurrent layer of this stage by component name: (rows, *shape).
+        checkpoints: What checkpoints have of each layer: the parts of each component (`SharedMemory.parts`), (1, rows, *shape).
         rings: The same of their rings: (max_requests, *shape).
         live: Slots of running requests.
         step: What the next step prefills.
@@ -109,6 +110,7 @@ class StateMemory:
             max_sequences=max_requests,
             device=device,
             is_open=rings.is_open,
+            encodes=memory.encodes,
         )
         quanta = sorted({quantum.numerator for quantum in states.quanta}) if rings.is_open else ()
         grids = [ChunkGrid(chunk_tokens=quantum, block_tokens=block_tokens) for quantum in quanta]
@@ -119,6 +121,10 @@ class StateMemory:
             [self._views(tensors, layouts, number) for number in range(len(self._kinds))]
             for tensors, layouts in ((memory.states, states.slots.kinds), (memory.rings, memory.ring_layout.kinds))
         )
+        self.checkpoints = [
+            {name: [part[number : number + 1] for part in memory.parts(name)] for name in own}
+            for number, own in zip(map(self._of_kind, range(len(self._kinds))), self.layers, strict=True)
+        ]
         self._flushes = [
             _FlushedKind(kind.kind, memory, states.slots, max_requests) for kind in states.slots.kinds if kind.layers
         ]
@@ -127,18 +133,26 @@ class StateMemory:
         self, tensors: dict[str, torch.Tensor], layouts: Sequence[StateLayout], number: int
     ) -> dict[str, torch.Tensor]:
         """Those of a recurrent layer, by its number."""
-        kind = self._kinds[number]
-        return {name: tensors[name][self._kinds[:number].count(kind)] for name in _names(layouts, kind)}
+        return {name: tensors[name][self._of_kind(number)] for name in _names(layouts, self._kinds[number])}
+
+    def _of_kind(self, number: int) -> int:
+        """Which layer of its kind a recurrent layer is."""
+        return self._kinds[:number].count(self._kinds[number])
 
     def flush(self, live_indices: Sequence[int], ends: Sequence[int], kept: Sequence[int]) -> None:
         """Live states advance to ``ends``, in tokens of their requests, and are written to slots ``kept``, too, unless those are negative."""
-        slots = [self.memory.row(self.live.slot(index)) for index in live_indices]
-        targets = [slot if slot < 0 else self.memory.row(slot) for slot in kept]
-        self._flush(slots, live_indices, ends, self.decodes.advance(live_indices, ends), ends, targets)
+        slots, encodes = [self.live.slot(index) for index in live_indices], self.memory.encodes
+        rows, origins = [*map(self.memory.row, slots)], self.decodes.advance(live_indices, ends)
+        targets = [NO_SLOT if slot < 0 or encodes else self.memory.row(slot) for slot in kept]
+        self._flush(rows, live_indices, ends, origins, ends, targets)
+        if encodes and max(kept) >= 0:
+            self.memory.keep(slots, kept)
 
     def compile_flush(self) -> None:
-        """Launch the kernels of `flush` for nothing, so that none is compiled while requests wait."""
+        """Launch the kernels of `flush` for nothing, so that none is compiled while requests wait; and those between live states and checkpoints."""
         self._flush(*[[NO_SLOT]] * len(_FIELDS))
+        for copy in (self.memory.keep, self.memory.restore) if self.memory.encodes else ():
+            copy([NO_SLOT], [NO_SLOT])
 
     def _flush(self, *fields: Sequence[int]) -> None:
         """One launch for each component of a kind's states, whatever the number of layers."""

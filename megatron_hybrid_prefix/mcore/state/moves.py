@@ -62,7 +62,7 @@ def open_mover(
     )
     mover = None
     try:
-        if sizes.pages < sum(sizes.pages_of.values()):
+        if sizes.pages < sizes.pages_of[EntryKind.STATE] + sizes.pages_of[EntryKind.KV]:
             raise MemoryError("it has no room for a state and a KV block")
         mover = Mover(
             on_device,
@@ -107,15 +107,16 @@ def name_entries(context: Any, model: Any) -> None:
     tier, url = context.moves.tier, context.prefix_config.shared
     if tier is None:
         return
+    tensors = context.host_moves.copies.tensors()
     shapes = {
-        kind.name: [(tensor.shape[0], *tensor.shape[2:], str(tensor.dtype), tensor.device.type) for tensor in of_kind]
-        for kind, of_kind in context.host_moves.copies.tensors().items()
+        kind.name: [(each.shape[0], *each.shape[2:], str(each.dtype), each.device.type) for each in tensors[kind]]
+        for kind in (EntryKind.KV, EntryKind.STATE)
     }
     # All that entries depend on, but for the model.
     layout = (
         context.block_size_tokens,
         context.state_layout,
-        sorted(shapes.items()),
+        sorted(shapes.items()),  # with the bytes of a checkpoint
         place_in_model(context.config.pg_collection),
         *(conditions_of_bits(context.shared_memory.buffer.device) if context.is_exact else ()),
     )

@@ -56,7 +56,7 @@ class LeakyRecallBySlots(SlotLayer):
             states["trace"][slots[rows]], states["memory"][slots[rows]] = trace, memory
         return outputs
 
-    def slot_prefill(self, inputs, states, step):
+    def slot_prefill(self, inputs, states, kept, step):
         chunks, outputs, writes = step.chunks[CHUNK], torch.zeros_like(inputs), []
         first, bounds, targets = chunks.first.tolist(), chunks.bounds.tolist(), chunks.slots.tolist()
         for sequence, (source, live) in enumerate(
@@ -67,11 +67,11 @@ class LeakyRecallBySlots(SlotLayer):
                 span = slice(bounds[chunk], bounds[chunk + 1])
                 assert span.stop - span.start <= CHUNK
                 outputs[span], state = self._chunk(inputs[span], *state)
-                writes.append((targets[chunk], state))
-            writes.append((live, state))
-        for slot, (trace, memory) in writes:
+                writes.append((kept, targets[chunk], state))
+            writes.append((states, live, state))
+        for target, slot, (trace, memory) in writes:
             if slot >= 0:
-                states["trace"][slot], states["memory"][slot] = trace, memory
+                target["trace"][slot], target["memory"][slot] = trace, memory
         return outputs
 
     def _chunk(self, x, trace, memory):
@@ -101,7 +101,7 @@ class Kind(LayerKind):
     def components(self, module, *, state_dtype, window_dtype):
         return (
             StateComponent(name="trace", shape=(TRACE,), dtype="float64"),
-            StateComponent(name="memory", shape=(KEYS, VALUES), dtype="float32"),
+            StateComponent(name="memory", shape=(KEYS, VALUES), dtype="float32", accumulates=True),
         )
 
     def chunk_tokens(self, module):
