@@ -266,7 +266,7 @@ class PrefillStep:
     def begin(self, states: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Where a layer's prefill writes the states after chunks, if they are encoded: (slots, *shape) by component name."""
         captures = self.buffer.is_cuda and torch.cuda.is_current_stream_capturing()
-        most = self._most_kept(*self._sizes) if captures else self._kept
+        most = self._most_kept(*self._sizes) if captures else max(1, self._kept)
         return {name: each.new_empty(most, *each.shape[1:]) for name, each in states.items()}
 
     def keep(self, kept: Mapping[str, torch.Tensor], checkpoints: Mapping[str, Sequence[torch.Tensor]]) -> None:
