@@ -343,9 +343,9 @@ def check_engine_options(args: argparse.Namespace) -> HybridModelConfig:
     with as_input_errors(ValueError):
         config.check_parallel(tp=args.tp, pp=args.pp)
     with as_input_errors(ValueError):
-        HybridPrefixConfig(
-            cache_gb=1, host_gb=args.host_gb or 0.0, exact=args.exact, state_dtype=args.state_dtype, shared=args.shared
-        )
+        names = ("exact", "state_dtype", "checkpoint_dtype", "shared")
+        own: dict[str, Any] = {name: getattr(args, name, None) for name in names}
+        HybridPrefixConfig(cache_gb=1, host_gb=args.host_gb or 0.0, **own)
         if args.shared is not None:
             parse_url(args.shared)[1].check()
     if args.max_requests is not None and args.max_requests % args.tp:

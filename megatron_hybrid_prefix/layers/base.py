@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -152,12 +153,22 @@ class LayerKind(ABC):
 
 KINDS: Registry[LayerKind] = Registry("layer kind")
 """All kinds by name. Importing `kinds` registers those of the package."""
+_PREFILL = ("inputs", "states", "kept", "step")
 _ORIGINALS: dict[type, type] = {}
 _DERIVED: dict[tuple[type, type], type] = {}
 
 
 def register_layer_kind(kind: LayerKind) -> None:
-    """Register a kind: models may have layers of it from now on. Raises ValueError if the name is empty or taken."""
+    """Register a kind: models may have layers of it from now on.
+
+    Raises:
+        ValueError: The name is empty or taken, or the ``slot_prefill`` of its layers is of an earlier version.
+    """
+    prefill = getattr(kind.slot_class, "slot_prefill", None)
+    if prefill is not None and (taken := [*signature(prefill).parameters][1:]) != list(_PREFILL):
+        raise ValueError(
+            f"layer kind {kind.name!r}: slot_prefill takes ({', '.join(taken)}), must take ({', '.join(_PREFILL)})"
+        )
     KINDS.register(kind.name, kind)
 
 

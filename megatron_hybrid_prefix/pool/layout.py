@@ -128,17 +128,16 @@ class SlotLayout:
         if dtype not in CHECKPOINT_DTYPES:
             names = " or ".join(map(repr, CHECKPOINT_DTYPES))
             raise ValueError(f"checkpoint_dtype={dtype!r}: must be {names}, or None")
-        if dtype != "int8":
-            return self.with_dtypes(state=dtype, window=None)
+        least = 2 if dtype == "int8" else 1  # dimensions
         kinds = []
         for layout in self.kinds:
-            if not any(each.accumulates and len(each.shape) > 1 for each in layout.components):
+            if not any(each.accumulates and len(each.shape) >= least for each in layout.components):
                 raise ValueError(
                     f"checkpoint_dtype={dtype!r}: layers of kind {layout.kind} have no matrices that accumulate"
                 )
             parts = (part for each in layout.components for part in _in_int8(each))
             kinds.append(replace(layout, components=tuple(parts)))
-        return SlotLayout(tuple(kinds))
+        return SlotLayout(tuple(kinds)) if dtype == "int8" else self.with_dtypes(state=dtype, window=None)
 
 
 def _in_int8(component: StateComponent) -> tuple[StateComponent, ...]:

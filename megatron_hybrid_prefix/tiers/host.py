@@ -381,6 +381,8 @@ class HostTier(TierIndex[Node]):
             kind: Of the entry.
             evict_state: Evicts one of the states that may go for it. None: any.
         """
+        if self.pages_of[kind] > self.total_pages:
+            return False
         while self.pages_of[kind] > len(self.free):
             found = self.next_kv()
             if found is not None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import logging
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig
+from megatron_hybrid_prefix.layers.base import register_layer_kind
+from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
+from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
 from megatron_hybrid_prefix.mcore import restore_mixers
 from megatron_hybrid_prefix.ops.state_codes import decode
+from megatron_hybrid_prefix.pool.shared_memory import slot_bytes
+from megatron_hybrid_prefix.serve.metrics import memory_samples
 from tests.harness.engine_helpers import assert_matches, random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, MANY, EngineHarness, tokens
 from tests.harness.naive_model import NaiveHybridModel
@@ -151,12 +157,23 @@ def test_verified_hits(model, damage, caplog):
     (node,) = [node for node in served.cache.nodes() if node.slot >= 0]
     if damage is not None:
         part = served.context.shared_memory.state(node.slot)[damage]
-        part.copy_(part.flip(1) if damage == "ssm_int8" else 1.1 * part)
+        part.copy_(part.flip(1) if damage == "ssm_int8" else 1.5 * part)
     with caplog.at_level(logging.WARNING, logger="megatron_hybrid_prefix"):
         served.send([*prompt, 3, 4])
     stats = served.context.prefix_stats()
     assert (stats.verified_hits, stats.verify_mismatches) == (1, int(damage is not None))
     assert damage is None or f"relative difference {damage.split('_')[0]}" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_verified_hits_of_a_conversation(any_model, dtype):
+    """Later turns are verified against states and KV that were computed from a checkpoint."""
+    served, history = EngineHarness(any_model, checkpoint_dtype=dtype, verify_hits=0.4), tokens(2, 5, seed=1)
+    for turn in range(8):
+        done = served.send(history, count=BLOCK // 2)
+        history = [*history, *done.generated_tokens, *random_tokens(BLOCK // 2, seed=turn)]
+    stats = served.context.prefix_stats()
+    assert stats.verified_hits > 1 and stats.verify_mismatches == 0 and stats.reused_tokens > 0
 
 
 def test_more_of_them_fit_and_reports_say_so(model):
@@ -167,6 +184,50 @@ def test_more_of_them_fit_and_reports_say_so(model):
     assert "as checkpoints" in served.context.memory_report()
     assert "as checkpoints" not in plain.context.memory_report()
     assert plain.context.shared_memory.checkpoints is plain.context.shared_memory.states
+    served.add(tokens(2, 5, seed=1))
+    served.step()
+    found = {tuple(labels.values()): value for _, name, value, labels in memory_samples(served.context) if labels}
+    sizes = [slot_bytes(each) for each in (served.context.state_layout, served.context.shared_memory.kept)]
+    assert [found[owner,] for owner in ("states_running", "checkpoints")] == [sizes[0], sizes[1]]
+
+
+def test_nothing_to_gain_is_said(own_models, caplog):
+    model = own_models("tiny")[0].bfloat16()
+    model.config.params_dtype = torch.bfloat16
+    with caplog.at_level(logging.WARNING, logger="megatron_hybrid_prefix"):
+        served = EngineHarness(model, checkpoint_dtype="bfloat16")
+    assert not served.context.shared_memory.encodes
+    assert "checkpoint_dtype=bfloat16 has no effect: live states have no more bytes" in caplog.text
+
+
+def test_a_step_numbers_its_checkpoints(platform):
+    """What a larger step before left behind its own is no slot: a CUDA graph looks at all of them."""
+    step = PrefillStep(quanta=[8], block_tokens=16, max_tokens=64, max_sequences=4, device="cpu", encodes=True)
+    for kept, slots, numbers in (
+        ([{16: 5, 32: 9}, {16: 7}], [5, 9, 7], [-1, 0, -1, 1, -1, 2]),
+        ([{16: 3}], [3], [-1, 0, -1, -1]),
+    ):
+        spans = [
+            PrefillSpan(start_tokens=0, tokens=max(32 - 16 * n, 16), source_slot=0, live_slot=n, kept=each)
+            for n, each in enumerate(kept)
+        ]
+        step.prepare(spans, tokens=64, sequences=4)
+        step.copy()
+        step.show()
+        assert step._tensors["kept"].tolist() == slots + [-1] * (8 - len(slots))
+        assert step.chunks[8].slots.tolist()[: len(numbers)] == numbers
+        assert len(step.begin({"x": torch.zeros(2, 3)})["x"]) == len(slots)
+
+
+def test_a_plugin_with_an_earlier_prefill_is_refused():
+    class Old(SlotLayer):
+        def slot_prefill(self, inputs, states, step):
+            raise NotImplementedError
+
+    with pytest.raises(
+        ValueError, match=r"slot_prefill takes \(inputs, states, step\), must take \(inputs, states, kept, step\)"
+    ):
+        register_layer_kind(SimpleNamespace(name="old", slot_class=Old))
 
 
 @pytest.mark.parametrize(

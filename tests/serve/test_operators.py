@@ -272,12 +272,18 @@ def test_the_memory_and_the_limit_of_its_checkpoints():
     [
         (["--cache-gb", "0.02"], r"memory: 20.* MiB for KV and states: \d+ KV blocks of .*, or \d+ pages"),
         (["--mamba-gb", "0.02", "--cache-gb", "0.12"], r"mamba_gb=0.02: at most \d+ states cached"),
+        (["--checkpoint-dtype", "int8"], r"recurrent states: .* MiB each, .*; .* MiB as checkpoints"),
     ],
 )
 def test_the_engine_has_that_memory(options, said, tiny, platform):
     args = serve.make_parser().parse_args([*options, "--max-requests", "4"])
     engine = serve.make_engine(tiny, TOKENIZER, platform, args)
     assert re.search(said, engine.context.memory_report())
+
+
+def test_bits_and_states_in_fewer_bytes_are_refused_before_a_model_is_built():
+    with pytest.raises(InputError, match="^exact='bits' keeps states as they are: it needs checkpoint_dtype=None$"):
+        serve.check_options(serve.make_parser().parse_args(["--exact", "bits", "--checkpoint-dtype", "int8"]))
 
 
 def test_without_the_cache_every_prompt_is_computed_whole(tiny):

@@ -194,8 +194,9 @@ class HybridPrefixContext(SlotContext):
 
     @property
     def _kept_layout(self) -> SlotLayout:
-        """Content of a checkpoint's slot."""
-        return self.state_layout.kept_in(self.prefix_config.checkpoint_dtype)
+        """Content of a checkpoint's slot: that of a live state, if it has no fewer bytes, aligned."""
+        live, kept = self.state_layout, self.state_layout.kept_in(self.prefix_config.checkpoint_dtype)
+        return kept if slot_bytes(kept) < slot_bytes(live) else live
 
     @property
     def _memory_option(self) -> str:

@@ -65,6 +65,7 @@ def policy_report(context: Any) -> str:
         f"prefix cache: blocks of {context.block_size_tokens} tokens, SSM chunks of {context.mamba_chunk_size}; intervals {every}, "
         + f"decode {'on' if prefix.decode_checkpoints else 'off'}; eviction {prefix.eviction_policy}; "
         + ("hits equal misses bit for bit" if context.is_exact else "hits equal misses up to rounding")
+        + (f", checkpoints in {prefix.checkpoint_dtype}" if context.shared_memory.encodes else "")
     )
 
 
@@ -92,6 +93,9 @@ def report_start(context: Any) -> None:
     if is_on():  # nothing else in a script says it
         weakref.finalize(context, report_end, context.prefix_cache.counters)
     logger.info("%s\n%s", memory_report(context), policy_report(context))
+    kept_in = context.prefix_config.checkpoint_dtype
+    if kept_in is not None and not context.shared_memory.encodes:
+        logger.warning("checkpoint_dtype=%s has no effect: live states have no more bytes", kept_in)
     if not context.checkpoint_slots:
         mamba_gb = context.prefix_config.mamba_gb
         what = "the memory" if mamba_gb is None else f"mamba_gb={mamba_gb:g}"

@@ -116,7 +116,8 @@ def name_entries(context: Any, model: Any) -> None:
     layout = (
         context.block_size_tokens,
         context.state_layout,
-        sorted(shapes.items()),  # with the bytes of a checkpoint
+        sorted(shapes.items()),
+        *((context.shared_memory.kept,) if context.shared_memory.encodes else ()),
         place_in_model(context.config.pg_collection),
         *(conditions_of_bits(context.shared_memory.buffer.device) if context.is_exact else ()),
     )
