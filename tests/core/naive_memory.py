@@ -12,6 +12,8 @@ from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.needs import is_guess
 from megatron_hybrid_prefix.policy.recompute_cost import RecomputeCostEviction
 from megatron_hybrid_prefix.pool.slots import SlotState
+from megatron_hybrid_prefix.tiers.host import host_pages_of
+from megatron_hybrid_prefix.tiers.units import EntryKind
 from tests.core.naive_recompute_cost import NaiveTiers, exclusive
 
 
@@ -99,7 +101,7 @@ class NaiveMemory:
         state_blocks = [settings.page_blocks / self.sizes[-1]]
         policies = [self.store.blocks.eviction]
         if settings.host_pages:
-            state_blocks.append(settings.host_state_pages / settings.host_kv_pages)
+            state_blocks.append(host_pages_of(settings)[EntryKind.STATE] / settings.host_kv_pages)
             policies.append(self.store.host.eviction)
         naive = {"lru": NaiveLru, "recompute_cost": NaiveTiers}[settings.eviction_policy](
             tuple(state_blocks), self.held

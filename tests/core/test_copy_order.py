@@ -54,7 +54,7 @@ def carry_out(copies):
             for block in range(copy.page * PAGE_BLOCKS, (copy.page + 1) * PAGE_BLOCKS):
                 device[part(EntryKind.KV, block)] = ["zeros"] * PAGE_STATES
             continue
-        place = part(copy.tag.kind, copy.device_id - (FIRST_SLOT if copy.tag.kind == EntryKind.STATE else 0))
+        place = part(copy.tag.kind, copy.device_id - (0 if copy.tag.kind == EntryKind.KV else FIRST_SLOT))
         if copy.source == DEVICE:
             host[copy.pages[0]] = tuple(device[place])
         else:

@@ -34,7 +34,7 @@ HOSTS: list[dict[str, Any]] = [
     {},
     {"host_pages": 6, "host_kv_pages": 1, "host_state_pages": 2},
     {"host_pages": 30, "host_kv_pages": 2, "host_state_pages": 3},
-    {"host_pages": 40, "host_kv_pages": 1, "host_state_pages": 1},
+    {"host_pages": 40, "host_kv_pages": 1, "host_state_pages": (3, 1)},
     {"host_pages": 200, "host_kv_pages": 1, "host_state_pages": 1},
     {"host_pages": 1000, "host_kv_pages": 1, "host_state_pages": 2},
 ]

@@ -285,17 +285,18 @@ def test_checkpoints_in_int8(tmp_path, capsys):
     assert same | {"command": ""} == as_live | {"command": ""} and same["page_live"] == 0
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
-def test_the_budget_is_that_of_the_engine(tiny, tiny_mtp, drafts):
+@pytest.mark.parametrize(("drafts", "kept"), [(0, None), (2, None), (0, "int8")])
+def test_the_budget_is_that_of_the_engine(tiny, tiny_mtp, drafts, kept):
     from megatron_hybrid_prefix import HybridPrefixConfig
     from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
 
     common = {"max_requests": 4, "block_size_tokens": 64}
     fields = common | {"max_tokens": 256, "max_sequence_length": 256, "num_speculative_tokens": drafts}
-    engine = build_engine(tiny_mtp if drafts else tiny, HybridPrefixConfig(cache_gb=0.01), **fields)
+    engine = build_engine(tiny_mtp if drafts else tiny, HybridPrefixConfig(cache_gb=0.01, checkpoint_dtype=kept), **fields)
     usage = Usage(block_tokens=64, conversation_tokens=256, max_requests=4, drafts=drafts)
     cache_bytes = int(0.01 * 2**30)
-    planned = plan_budget(sizes_of("tiny-mtp" if drafts else "tiny"), usage, cache_bytes=cache_bytes)
+    sizes = replace(sizes_of("tiny-mtp" if drafts else "tiny"), checkpoint_dtype=kept)
+    planned = plan_budget(sizes, usage, cache_bytes=cache_bytes)
     assert planned.layout == engine.context.layout
     memory = engine.context.shared_memory
     assert sum(ring.nbytes for ring in memory.rings.values()) == 4 * planned.ring_bytes

@@ -32,6 +32,7 @@ def replayed(served, prompts):
         cache_bytes=layout.total_blocks * layout.block_bytes,
         block_bytes=served.context.shared_memory.kv_rows.shape[-1],
         state_bytes=layout.state_bytes,
+        live_bytes=layout.live_bytes,
         mamba_bytes=None if settings.state_slots is None else settings.state_slots * layout.state_bytes,
     )
     assert memory.layout == layout
@@ -43,14 +44,15 @@ def replayed(served, prompts):
 
 @pytest.mark.parametrize("eviction", ["lru", "recompute_cost"])
 @pytest.mark.parametrize(
-    ("slots", "blocks", "block_tokens", "interval", "host_gb"),
+    ("slots", "blocks", "block_tokens", "interval", "host_gb", "kept"),
     [
-        (6, None, BLOCK, 0, 0), (10, None, BLOCK, None, 0), (20, 6, BLOCK, 2 * BLOCK, 0), (5, 16, BLOCK, 0, 0),
-        (None, 20, BLOCK, None, 0), (None, 60, 16, None, 0), (None, 60, 11, None, 0), (None, 12, BLOCK, None, 0.0008),
+        (6, None, BLOCK, 0, 0, None), (10, None, BLOCK, None, 0, None), (20, 6, BLOCK, 2 * BLOCK, 0, None),
+        (5, 16, BLOCK, 0, 0, None), (None, 20, BLOCK, None, 0, None), (None, 60, 16, None, 0, None),
+        (None, 60, 11, None, 0, None), (None, 12, BLOCK, None, 0.0008, None), (None, 20, BLOCK, None, 0, "int8"),
     ],
 )  # fmt: skip
-def test_a_replay_is_the_engine_without_the_model(model, eviction, slots, blocks, block_tokens, interval, host_gb):
-    """With few states, with little KV, with pages of several blocks and of several states, and with a host."""
+def test_a_replay_is_the_engine_without_the_model(model, eviction, slots, blocks, block_tokens, interval, host_gb, kept):
+    """With few states, with little KV, with pages of several blocks and of several states or of two sizes, and with a host."""
     prompts = token_prompts(40, block_tokens=block_tokens, most_blocks=6, seed=blocks or slots)
     memory = {"slots": slots, "blocks": blocks}
     if slots is None:
@@ -63,6 +65,7 @@ def test_a_replay_is_the_engine_without_the_model(model, eviction, slots, blocks
         eviction_policy=eviction,
         retention_interval_tokens=interval,
         decode_checkpoints=False,
+        checkpoint_dtype=kept,
     )
     reused = reused_tokens(served, prompts)
     run = replayed(served, prompts)
@@ -76,4 +79,4 @@ def test_a_replay_is_the_engine_without_the_model(model, eviction, slots, blocks
     counted = [(host[name], mine[name]) for name in ("loads", "stores", "evictions") if host_gb]
     assert all(one == other > 0 for one, other in counted)
     # A state moves without the rest of its page.
-    assert not host_gb or served.cache.settings.host_state_pages < served.cache.settings.host_kv_pages
+    assert not host_gb or served.cache.settings.host_state_pages[1] < served.cache.settings.host_kv_pages

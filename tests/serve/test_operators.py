@@ -282,7 +282,7 @@ def test_the_engine_has_that_memory(options, said, tiny, platform):
 
 
 def test_bits_and_states_in_fewer_bytes_are_refused_before_a_model_is_built():
-    with pytest.raises(InputError, match="^exact='bits' keeps states as they are: it needs checkpoint_dtype=None$"):
+    with pytest.raises(InputError, match=r"^exact='bits' keeps states as they are: it needs checkpoint_dtype=None$"):
         serve.check_options(serve.make_parser().parse_args(["--exact", "bits", "--checkpoint-dtype", "int8"]))
 
 
