@@ -15,7 +15,7 @@ import pytest
 from tests.harness.engine_helpers import assert_damaged, assert_same, random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, MODES, tokens
 from tests.harness.named_models import named
-from tests.harness.selection import mostly_slow
+from tests.harness.selection import mostly_slow, nightly_rows
 from tests.harness.workers import scenario
 from tests.harness.workers.launch import need_ranks, run_play
 
@@ -32,6 +32,7 @@ PAIRS = ("M*-MG*-", "M*-M*-M-")  # M layers are Gated Delta Product
 CASES = mostly_slow(
     [(layout, pattern) for layout, patterns in PATTERNS.items() for pattern in patterns], ((2, 1), "G*-MG*-")
 )
+CASES += nightly_rows([CASES.pop(4).values])
 LAYOUTS = mostly_slow(PATTERNS, (2, 1))
 # Both scheduling modes for one pattern with and one without stages.
 ONE_MODE = {"M*-|M*-M-M-": ("legacy",), "G*-|MG*-": ("async",), "M*-M-|*-": ("legacy",), "*-|M*-M-": ("async",)}

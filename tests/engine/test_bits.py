@@ -28,7 +28,7 @@ from tests.harness.bits import LARGE, Alone, BitsTraffic, bits, by_rows, differi
 from tests.harness.drafts import forced_drafts
 from tests.harness.lifecycle_helpers import EngineHarness, tokens
 from tests.harness.named_models import YARN
-from tests.harness.selection import mostly_slow, mostly_slow_rows
+from tests.harness.selection import mostly_slow, mostly_slow_rows, nightly_rows
 from tests.harness.shared_tiers import STORES, written
 
 
@@ -224,10 +224,11 @@ def test_a_preempted_request_does_not_decode_again(tiny):
 
 # Many settings rather than many requests: between them they evict from the device and from the host, load, and preempt.
 TRAFFIC = [
-    *(("tiny", 0), ("tiny", 1), ("tiny", 4), ("tiny", 6)),
-    *(("both_kinds", 0), ("both_kinds", 3), ("both_kinds", 4), ("tiny_gdn", 2)),
+    *(("tiny", 0), ("tiny", 6), ("both_kinds", 3), ("tiny_gdn", 2)),
     *(("tiny_granite_dense", 1), ("tiny_mtp", 1)),  # heads that draft nothing
-    *((name, seed) for name in ("tiny_moe", "tiny_qwen3_next", "biased") for seed in (0, 1, 4)),
+    *((name, 0) for name in ("tiny_moe", "tiny_qwen3_next", "biased")),
+    *nightly_rows([("tiny", 1), ("tiny", 4), ("both_kinds", 0), ("both_kinds", 4)]),
+    *nightly_rows((name, seed) for name in ("tiny_moe", "tiny_qwen3_next", "biased") for seed in (1, 4)),
 ]
 
 
@@ -279,7 +280,10 @@ DRAFTED += [("tiny_mtp", 0, 3, "async", (DecodeStep, "_open", a_draft_fills_a_ch
 DRAFTED += [("tiny_mtp", 0, 3, "async", (HybridPrefixController, "before_verification", lambda self, drafts: None))]
 
 
-@pytest.mark.parametrize(("name", "seed", "drafts", "mode", "mutant"), mostly_slow_rows(DRAFTED, DRAFTED[0]))
+MORE = nightly_rows([DRAFTED.pop(4), DRAFTED.pop(1)])
+
+
+@pytest.mark.parametrize(("name", "seed", "drafts", "mode", "mutant"), [*mostly_slow_rows(DRAFTED, DRAFTED[0]), *MORE])
 def test_random_requests_with_drafts(request, monkeypatch, name, seed, drafts, mode, mutant):
     """They have the tokens and log-probs of a request alone without drafts, in fewer steps."""
     if mutant is not None:

@@ -1,4 +1,4 @@
-"""The mark `slow`: tests that only ``scripts/test.sh --all`` runs."""
+"""The marks `slow`, of tests that only ``scripts/test.sh --all`` runs, and `nightly`, of those that only ``scripts/nightly.sh`` does."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def mostly_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
 def mostly_slow_rows(rows: Iterable[tuple[Any, ...]], *fast: tuple[Any, ...]) -> list[Any]:
     """Likewise, values of several parameters at once."""
     return _marked(rows, fast, tuple)
+
+
+def nightly_rows(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Values of several parameters at once: more of what others show."""
+    return [pytest.param(*row, marks=pytest.mark.nightly) for row in rows]
 
 
 def _marked(values: Iterable[Any], fast: tuple[Any, ...], parts: Callable[[Any], tuple[Any, ...]]) -> list[Any]:

@@ -292,7 +292,9 @@ def test_the_budget_is_that_of_the_engine(tiny, tiny_mtp, drafts, kept):
 
     common = {"max_requests": 4, "block_size_tokens": 64}
     fields = common | {"max_tokens": 256, "max_sequence_length": 256, "num_speculative_tokens": drafts}
-    engine = build_engine(tiny_mtp if drafts else tiny, HybridPrefixConfig(cache_gb=0.01, checkpoint_dtype=kept), **fields)
+    engine = build_engine(
+        tiny_mtp if drafts else tiny, HybridPrefixConfig(cache_gb=0.01, checkpoint_dtype=kept), **fields
+    )
     usage = Usage(block_tokens=64, conversation_tokens=256, max_requests=4, drafts=drafts)
     cache_bytes = int(0.01 * 2**30)
     sizes = replace(sizes_of("tiny-mtp" if drafts else "tiny"), checkpoint_dtype=kept)

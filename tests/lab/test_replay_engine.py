@@ -51,7 +51,9 @@ def replayed(served, prompts):
         (None, 60, 11, None, 0, None), (None, 12, BLOCK, None, 0.0008, None), (None, 20, BLOCK, None, 0, "int8"),
     ],
 )  # fmt: skip
-def test_a_replay_is_the_engine_without_the_model(model, eviction, slots, blocks, block_tokens, interval, host_gb, kept):
+def test_a_replay_is_the_engine_without_the_model(
+    model, eviction, slots, blocks, block_tokens, interval, host_gb, kept
+):
     """With few states, with little KV, with pages of several blocks and of several states or of two sizes, and with a host."""
     prompts = token_prompts(40, block_tokens=block_tokens, most_blocks=6, seed=blocks or slots)
     memory = {"slots": slots, "blocks": blocks}
