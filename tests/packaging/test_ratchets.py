@@ -31,12 +31,12 @@ _TOOL = 3  # of sys.monitoring: none that Python names
 _ROOT = Path(megatron_hybrid_prefix.__file__).parent
 LOOK_AT_WEIGHTS = {"mcore/state/weights.py", "ops/samples.py"}  # once after idle time, whatever the prompt
 MOST = {
-    "lines: core": 10_286,
-    "lines: mcore": 7_157,
-    "lines: upstream and platform": 6_122,
-    "lines: serve, cli and console": 7_316,
-    "lines: package": 48_201,
-    "lines: tests": 55_284,
+    "lines: core": 10_294,
+    "lines: mcore": 7_221,
+    "lines: upstream and platform": 6_127,
+    "lines: serve, cli and console": 7_326,
+    "lines: package": 48_546,
+    "lines: tests": 55_745,
     "files: cold": 42,
     "files: hit": 42,
     "files: host": 50,
