@@ -20,7 +20,7 @@ for part in "$@"; do
     # torch.compile as in the processes of users, who have no mamba-ssm.
     without-mamba) TORCHDYNAMO_DISABLE=0 scripts/test.sh --all --without-mamba || rc=1 ;;
     transformers) scripts/test.sh --transformers 5.24.0 --all tests/models/test_hf_*.py || rc=1 ;;
-    more) scripts/test.sh --all -m nightly tests/engine tests/distributed || rc=1 ;;
+    more) scripts/test.sh --all -m nightly tests/core tests/engine tests/distributed || rc=1 ;;
     wheel) scripts/test.sh --all -n 0 -m nightly tests/packaging/test_wheel.py || rc=1 ;;
     -h | --help) usage; exit 0 ;;
     *) printf 'nightly.sh: unknown part %s; there are: without-mamba transformers more wheel\n' "$part" >&2; exit 2 ;;

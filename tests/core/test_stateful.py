@@ -341,7 +341,7 @@ HAPPENED = (
 )
 
 
-@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 300), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 300), marks=pytest.mark.nightly)], ids=str)
 def test_random_traffic(seeds):
     STEPS.clear()
     for seed in seeds:
@@ -352,7 +352,7 @@ def test_random_traffic(seeds):
         assert STEPS[what] >= len(seeds) / 30, f"{what}: only {STEPS[what]} times"
 
 
-@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 120), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 120), marks=pytest.mark.nightly)], ids=str)
 def test_random_traffic_with_a_tier_behind_the_host(seeds):
     STEPS.clear()
     for seed in seeds:
@@ -364,7 +364,7 @@ def test_random_traffic_with_a_tier_behind_the_host(seeds):
     assert STEPS["not given back"] > 0
 
 
-@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 300), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 300), marks=pytest.mark.nightly)], ids=str)
 def test_random_traffic_with_checkpoints_in_fewer_bytes(seeds):
     """Pages pass from KV to live states, to checkpoints and back."""
     STEPS.clear()
