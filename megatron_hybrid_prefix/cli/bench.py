@@ -84,8 +84,8 @@ def make_parser() -> ArgumentParser:
             kind.engines,
             max_requests={"default": None, "help": most},
         )
-        text = "what a CUDA graph captures (default: ours: block, the whole forward; others: layer, megatron's default)"
         options.add_options(group, "--checkpoint-dtype")
+        text = "what a CUDA graph captures (default: ours: block, the whole forward; others: layer, megatron's default)"
         group.add_argument("--graph-scope", choices=("layer", "block"), help=text)
         text = (
             "the last engine runs once more, as engine versus, with this option changed; repeatable: they go together"

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name, register_layer_kind
 from megatron_hybrid_prefix.layers.components import GDN_CONV, GDN_STATE, gated_delta_net_components
-from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
+from megatron_hybrid_prefix.layers.slot_layer import Parts, SlotLayer
 from megatron_hybrid_prefix.layers.step import PrefillStep, Quantum
 from megatron_hybrid_prefix.ops.delta_gates import gates
 from megatron_hybrid_prefix.ops.delta_rule import (
@@ -46,13 +46,7 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
     def slot_outputs(self, outputs: torch.Tensor | None) -> Any:
         return self.out_proj(outputs)
 
-    def slot_decode_rows(
-        self,
-        inputs: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        ring: Mapping[str, torch.Tensor],
-        rows: RingRows,
-    ) -> torch.Tensor:
+    def slot_decode_rows(self, inputs: torch.Tensor, states: Parts, ring: Parts, rows: RingRows) -> torch.Tensor:
         qkv, *gates = self._parts(inputs)
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         convolved = convolve_tokens(qkv, states[GDN_CONV], weight, bias, recent=ring["gdn_recent"], rows=rows)
@@ -77,13 +71,7 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
         )
         return self._gated(y, z)
 
-    def slot_prefill(
-        self,
-        inputs: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        kept: Mapping[str, torch.Tensor],
-        step: PrefillStep,
-    ) -> torch.Tensor:
+    def slot_prefill(self, inputs: torch.Tensor, states: Parts, kept: Parts, step: PrefillStep) -> torch.Tensor:
         qkv, z, beta, alpha = self._parts(inputs)
         weight, bias, windows = self.conv1d.weight.squeeze(1), self.conv1d.bias, states[GDN_CONV]
         convolved, slots = step.convolve(CHUNK, qkv, windows, weight, bias, kept=kept[GDN_CONV])

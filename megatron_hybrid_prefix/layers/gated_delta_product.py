@@ -11,7 +11,7 @@ import torch
 from megatron_hybrid_prefix.layers.base import dtype_name, register_layer_kind
 from megatron_hybrid_prefix.layers.components import GDP_CONV, GDP_STATE, gated_delta_product_components
 from megatron_hybrid_prefix.layers.gated_delta_net import GatedDeltaNetKind
-from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
+from megatron_hybrid_prefix.layers.slot_layer import Parts, SlotLayer
 from megatron_hybrid_prefix.layers.step import PrefillStep, Quantum
 from megatron_hybrid_prefix.ops.delta_gates import gates
 from megatron_hybrid_prefix.ops.delta_product import Inputs, Rings, flush_pairs, scan_pairs, update_pairs
@@ -32,26 +32,14 @@ class GatedDeltaProductBySlots(SlotLayer, GatedDeltaProductMixer):
     def slot_outputs(self, outputs: torch.Tensor | None) -> Any:
         return self.out_proj(outputs)
 
-    def slot_decode_rows(
-        self,
-        inputs: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        ring: Mapping[str, torch.Tensor],
-        rows: RingRows,
-    ) -> torch.Tensor:
+    def slot_decode_rows(self, inputs: torch.Tensor, states: Parts, ring: Parts, rows: RingRows) -> torch.Tensor:
         z, vkq, beta, alpha = self._parts(inputs)
         window, weight, bias = states[GDP_CONV], self.conv1d.weight.squeeze(1), self.conv1d.bias
         convolved = convolve_tokens(vkq, window, weight, bias, recent=ring["gdp_recent"], rows=rows)
         by_head = self._by_head(convolved, *gates(alpha, beta, self.A_log, self.dt_bias))
         return self._gated(update_pairs(by_head, states[GDP_STATE].flatten(1, 2), rows, _rings(ring)), z)
 
-    def slot_prefill(
-        self,
-        inputs: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        kept: Mapping[str, torch.Tensor],
-        step: PrefillStep,
-    ) -> torch.Tensor:
+    def slot_prefill(self, inputs: torch.Tensor, states: Parts, kept: Parts, step: PrefillStep) -> torch.Tensor:
         quantum = KIND.chunk_tokens(self)
         z, vkq, beta, alpha = self._parts(inputs)
         weight, bias, windows = self.conv1d.weight.squeeze(1), self.conv1d.bias, states[GDP_CONV]

@@ -13,6 +13,9 @@ from megatron_hybrid_prefix.layers.whole import whole_sequences
 from megatron_hybrid_prefix.ops.rings import RingRows, keep_last, take_last
 from megatron_hybrid_prefix.upstream.mixer import merge_rows, rows_after, rows_of_step
 
+type Parts = Mapping[str, torch.Tensor]
+"""A layer's states, or rings, by component name."""
+
 
 class SlotLayer:
     """Mixin before the class of a recurrent layer; the base of a `LayerKind`'s ``slot_class``.
@@ -94,13 +97,7 @@ class SlotLayer:
         """
         raise NotImplementedError
 
-    def slot_decode_rows(
-        self,
-        inputs: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        ring: Mapping[str, torch.Tensor],
-        rows: RingRows,
-    ) -> torch.Tensor:
+    def slot_decode_rows(self, inputs: torch.Tensor, states: Parts, ring: Parts, rows: RingRows) -> torch.Tensor:
         """The next token of each row, and its drafts; by default one `slot_decode` after another, for `LayerKind.ring` as it is there.
 
         Args:
@@ -122,13 +119,7 @@ class SlotLayer:
         return torch.stack(outputs, dim=1)
 
     @abstractmethod
-    def slot_prefill(
-        self,
-        inputs: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        kept: Mapping[str, torch.Tensor],
-        step: PrefillStep,
-    ) -> torch.Tensor:
+    def slot_prefill(self, inputs: torch.Tensor, states: Parts, kept: Parts, step: PrefillStep) -> torch.Tensor:
         """All sequences of the step. Sources are read before anything is written.
 
         Args:

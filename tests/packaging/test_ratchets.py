@@ -35,7 +35,7 @@ MOST = {
     "lines: mcore": 7_221,
     "lines: upstream and platform": 6_127,
     "lines: serve, cli and console": 7_326,
-    "lines: package": 48_546,
+    "lines: package": 48_513,
     "lines: tests": 55_745,
     "files: cold": 42,
     "files: hit": 42,
