@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name, register_layer_kind
 from megatron_hybrid_prefix.layers.components import GDN_CONV, GDN_STATE, gated_delta_net_components
-from megatron_hybrid_prefix.layers.slot_layer import Parts, SlotLayer
-from megatron_hybrid_prefix.layers.step import PrefillStep, Quantum
+from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
+from megatron_hybrid_prefix.layers.step import Parts, PrefillStep, Quantum
 from megatron_hybrid_prefix.ops.delta_gates import gates
 from megatron_hybrid_prefix.ops.delta_rule import (
     continue_delta_rule,
@@ -73,8 +73,8 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
 
     def slot_prefill(self, inputs: torch.Tensor, states: Parts, kept: Parts, step: PrefillStep) -> torch.Tensor:
         qkv, z, beta, alpha = self._parts(inputs)
-        weight, bias, windows = self.conv1d.weight.squeeze(1), self.conv1d.bias, states[GDN_CONV]
-        convolved, slots = step.convolve(CHUNK, qkv, windows, weight, bias, kept=kept[GDN_CONV])
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        convolved, slots = step.convolve(CHUNK, qkv, weight, bias, states, kept, GDN_CONV)
         q, k, v, z, log_decay, beta = self._by_head(convolved, z, beta, alpha, step.wrong)
         y = scan_delta_rule(
             q,
@@ -127,7 +127,7 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
         return (normed * gate).to(y.dtype).flatten(-2)
 
 
-def _open(ring: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+def _open(ring: Parts) -> list[torch.Tensor]:
     """The rings of an open chunk, in the order of `continue_delta_rule`."""
     return [ring[name] for name in ("gdn_keys", "gdn_values", "gdn_decays", "gdn_beta")]
 
@@ -178,9 +178,7 @@ class GatedDeltaNetKind(LayerKind):
     def chunk_tokens(self, module: torch.nn.Module) -> Quantum:
         return CHUNK
 
-    def flush(
-        self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: Mapping[str, RingRows]
-    ) -> None:
+    def flush(self, states: Parts, ring: Parts, rows: Mapping[str, RingRows]) -> None:
         flush_windows(states[GDN_CONV], ring["gdn_recent"], rows[GDN_CONV])
         state = states[GDN_STATE]
         if "gdn_values" in ring:  # it is there

@@ -11,8 +11,8 @@ import torch
 from megatron_hybrid_prefix.layers.base import dtype_name, register_layer_kind
 from megatron_hybrid_prefix.layers.components import GDP_CONV, GDP_STATE, gated_delta_product_components
 from megatron_hybrid_prefix.layers.gated_delta_net import GatedDeltaNetKind
-from megatron_hybrid_prefix.layers.slot_layer import Parts, SlotLayer
-from megatron_hybrid_prefix.layers.step import PrefillStep, Quantum
+from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
+from megatron_hybrid_prefix.layers.step import Parts, PrefillStep, Quantum
 from megatron_hybrid_prefix.ops.delta_gates import gates
 from megatron_hybrid_prefix.ops.delta_product import Inputs, Rings, flush_pairs, scan_pairs, update_pairs
 from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, check_heads
@@ -42,8 +42,8 @@ class GatedDeltaProductBySlots(SlotLayer, GatedDeltaProductMixer):
     def slot_prefill(self, inputs: torch.Tensor, states: Parts, kept: Parts, step: PrefillStep) -> torch.Tensor:
         quantum = KIND.chunk_tokens(self)
         z, vkq, beta, alpha = self._parts(inputs)
-        weight, bias, windows = self.conv1d.weight.squeeze(1), self.conv1d.bias, states[GDP_CONV]
-        convolved, slots = step.convolve(quantum, vkq, windows, weight, bias, kept=kept[GDP_CONV])
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        convolved, slots = step.convolve(quantum, vkq, weight, bias, states, kept, GDP_CONV)
         by_head = self._by_head(convolved, *gates(alpha, beta, self.A_log, self.dt_bias, step.wrong))
         bounds = step.chunks[quantum].bounds * (self.num_householder // quantum.denominator)
         state, kept_state = (each[GDP_STATE].flatten(1, 2) for each in (states, kept))
@@ -66,7 +66,7 @@ class GatedDeltaProductBySlots(SlotLayer, GatedDeltaProductMixer):
         return self.norm(y.flatten(-2), z) if self.rmsnorm else y.flatten(-2)
 
 
-def _rings(ring: Mapping[str, torch.Tensor]) -> Rings:
+def _rings(ring: Parts) -> Rings:
     return ring["gdp_keys"], ring["gdp_written"], ring["gdp_decays"]
 
 
@@ -100,9 +100,7 @@ class GatedDeltaProductKind(GatedDeltaNetKind):
         layer: Any = module
         return Fraction(CHUNK, layer.num_householder)
 
-    def flush(
-        self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: Mapping[str, RingRows]
-    ) -> None:
+    def flush(self, states: Parts, ring: Parts, rows: Mapping[str, RingRows]) -> None:
         flush_windows(states[GDP_CONV], ring["gdp_recent"], rows[GDP_CONV])
         flush_pairs(states[GDP_STATE].flatten(1, 2), _rings(ring), rows[GDP_STATE])
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name, register_layer_kind
 from megatron_hybrid_prefix.layers.components import mamba2_components
-from megatron_hybrid_prefix.layers.step import PrefillStep
+from megatron_hybrid_prefix.layers.step import Parts, PrefillStep
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, flush_states, flush_windows, update_states
 from megatron_hybrid_prefix.ops.mamba_scan import continue_scan, scan_by_slots
 from megatron_hybrid_prefix.ops.rings import OpenRows, RingRows
@@ -23,13 +23,7 @@ from megatron_hybrid_prefix.upstream.mixer import MambaMixer, StepSeam, refresh_
 class HybridPrefixMambaMixer(StepSeam):
     """Megatron's ``MambaMixer`` with inference by slots, put before a mixer's class or named in a ``ModuleSpec``."""
 
-    def decode(
-        self,
-        zxBCdt: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        ring: Mapping[str, torch.Tensor],
-        rows: RingRows,
-    ) -> torch.Tensor:
+    def decode(self, zxBCdt: torch.Tensor, states: Parts, ring: Parts, rows: RingRows) -> torch.Tensor:
         z, xBC, dt = self._parts(zxBCdt)
         weight, bias = self.cp.get_conv1d_weight().squeeze(1), self.cp.get_conv1d_bias()
         convolved = convolve_tokens(xBC, states["conv"], weight, bias, recent=ring["conv_recent"], rows=rows)
@@ -73,11 +67,11 @@ class HybridPrefixMambaMixer(StepSeam):
         self, zxBCdt: torch.Tensor, step: PrefillStep, conv_state: torch.Tensor, ssm_state: torch.Tensor
     ) -> torch.Tensor:
         states = {"conv": conv_state, "ssm": ssm_state}
-        kept = step.begin(states) if step.encodes else states
+        kept = step.begin(states, self.checkpoints_of_step()) if step.encodes else states
         tokens, groups = zxBCdt.shape[0], self.ngroups_local_tp * self.d_state
         z, xBC, dt = self._parts(zxBCdt.squeeze(1))
         weight, bias = self.cp.get_conv1d_weight().squeeze(1), self.cp.get_conv1d_bias()
-        convolved, slots = step.convolve(self.chunk_size, xBC, conv_state, weight, bias, kept=kept["conv"])
+        convolved, slots = step.convolve(self.chunk_size, xBC, weight, bias, states, kept, "conv")
         x, B, C = torch.split(convolved, [self.d_inner_local_tp, groups, groups], dim=-1)
         D, by_head = self.cp.get_D(), (-1, self.headdim)
         y = scan_by_slots(
@@ -97,7 +91,7 @@ class HybridPrefixMambaMixer(StepSeam):
             wrong=step.wrong,
         )
         if step.encodes:
-            step.keep(kept, self.checkpoints_of_step())
+            step.keep(kept)
         if step.is_open:
             ring = self.ring_of_step()
             left = (ring["ssm_inputs"], convolved[:, : -C.shape[1]]), (ring["ssm_dt"], dt)
@@ -136,9 +130,7 @@ class Mamba2(LayerKind):
         mixer: MambaMixer = module
         return int(mixer.chunk_size)
 
-    def flush(
-        self, states: Mapping[str, torch.Tensor], ring: Mapping[str, torch.Tensor], rows: Mapping[str, RingRows]
-    ) -> None:
+    def flush(self, states: Parts, ring: Parts, rows: Mapping[str, RingRows]) -> None:
         flush_windows(states["conv"], ring["conv_recent"], rows["conv"])
         if "ssm_dt" in ring:  # the state is there
             super().flush({"ssm": states["ssm"]}, {}, rows)

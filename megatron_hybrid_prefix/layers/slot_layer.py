@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from megatron_hybrid_prefix.layers.step import PrefillStep
+from megatron_hybrid_prefix.layers.step import Parts, PrefillStep
 from megatron_hybrid_prefix.layers.whole import whole_sequences
 from megatron_hybrid_prefix.ops.rings import RingRows, keep_last, take_last
 from megatron_hybrid_prefix.upstream.mixer import merge_rows, rows_after, rows_of_step
-
-type Parts = Mapping[str, torch.Tensor]
-"""A layer's states, or rings, by component name."""
 
 
 class SlotLayer:
@@ -57,15 +53,17 @@ class SlotLayer:
             decoded = decoded.flatten(0, 1).unsqueeze(1)
         if rows.prefills:
             later = rows_after(inputs, rows.counts) if rows.decodes else inputs
-            both, kept = {**states, **ring} if step.is_open else states, step.begin(states) if step.encodes else states
+            both, kept = {**states, **ring} if step.is_open else states, states
+            if step.encodes:
+                kept = step.begin(states, inference_context.checkpoints_of_layer(self.slot_layer_number))
             prefilled = self.slot_prefill(later.squeeze(1), both, kept, step).unsqueeze(1)
             if step.encodes:
-                step.keep(kept, inference_context.checkpoints_of_layer(self.slot_layer_number))
+                step.keep(kept)
         if decoded is None or prefilled is None:
             return self.slot_outputs(prefilled if decoded is None else decoded)
         return self.slot_outputs(merge_rows(decoded, prefilled, rows.counts, rows.tokens))
 
-    def _prefill(self, hidden_states: torch.Tensor, states: Mapping[str, torch.Tensor], step: PrefillStep) -> Any:
+    def _prefill(self, hidden_states: torch.Tensor, states: Parts, step: PrefillStep) -> Any:
         """All of it, of a step that leaves nothing open."""
         inputs = self.slot_inputs(hidden_states).squeeze(1)
         return self.slot_outputs(self.slot_prefill(inputs, states, states, step).unsqueeze(1))
@@ -82,9 +80,7 @@ class SlotLayer:
         """The layer's output: by default ``outputs``, (tokens, 1, width), and no bias."""
         return outputs, None
 
-    def slot_decode(
-        self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], slots: torch.Tensor
-    ) -> torch.Tensor:
+    def slot_decode(self, inputs: torch.Tensor, states: Parts, slots: torch.Tensor) -> torch.Tensor:
         """One token of each row; its state is read and written in place. For kinds without a ring of their own.
 
         Args:

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -74,6 +73,8 @@ def grid_tokens(quanta: Iterable[Quantum]) -> int:
 
 
 _Integers = NDArray[np.integer]
+type Parts = Mapping[str, torch.Tensor]
+"""A layer's states, or rings, by component name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +190,7 @@ class PrefillStep:
         sizes = [("source", max_sequences, np.int64), ("live", max_sequences, np.int64)]
         for quantum, chunks in most_chunks.items():
             sizes += [(f"first{quantum}", max_sequences + 1, np.int64), (f"slots{quantum}", chunks, np.int64)]
+            sizes += [(f"windows{quantum}", chunks * encodes, np.int64)]
         sizes += [("kept", self._most_kept(max_tokens, max_sequences), np.int64)]
         sizes += [("bounds", max_sequences + 1, np.int32)]
         sizes += [("token_source", max_tokens, np.int32), ("token_start", max_tokens, np.int32)]
@@ -202,6 +204,7 @@ class PrefillStep:
         self._tokens = torch.arange(max_tokens if is_open else 0, device=device)
         self._numbers = torch.arange(self._most_kept(max_tokens, max_sequences), device=device)
         self._sizes, self._kept = (0, 0), 0
+        self._checkpoints: dict[str, Sequence[torch.Tensor]] = {}  # of a layer, those that `keep` writes
         self._shown: tuple[int, int] | None = None
         self.chunks: dict[Quantum, Chunks] = {}
         self.slots: dict[Quantum, dict[str, torch.Tensor]] = {}
@@ -214,10 +217,6 @@ class PrefillStep:
             tokens: Tokens of the step, padding included.
             sequences: Sequences of the step, padding included.
         """
-        if self.encodes:
-            spans, kept = _numbered(spans)
-            self._fill("kept", kept, self._most_kept(tokens, sequences), NO_SLOT)
-            self._kept = len(kept)
         sources = [span.source_slot for span in spans]
         lengths = [span.tokens for span in spans]
         ends = np.cumsum(lengths, dtype=np.int32) if lengths else np.zeros(0, np.int32)
@@ -233,6 +232,13 @@ class PrefillStep:
         for quantum, grid in self._grids.items():
             chunks = grid.max_chunks(tokens * quantum.denominator, sequences)
             self._cut(quantum, grid, spans, chunks=chunks, sequences=sequences)
+            if self.encodes:  # what is encoded later is numbered from 0 on
+                slots = self._arrays[f"slots{quantum}"][:chunks]
+                self._fill(f"windows{quantum}", slots, chunks, NO_SLOT)
+                kept = slots[slots >= 0]
+                slots[slots >= 0] = np.arange(len(kept))
+                self._fill("kept", kept, self._most_kept(tokens, sequences), NO_SLOT)
+                self._kept = len(kept)
             if self.is_open:
                 self._fill(f"entries{quantum}", (), tokens, NO_SLOT)
                 self._leave_open(quantum, grid, spans, chunks=chunks, sequences=sequences)
@@ -263,17 +269,18 @@ class PrefillStep:
             slots = {"first_chunks": self.chunks[quantum].first, "chunk_slots": self.chunks[quantum].slots}
             self.slots[quantum] = slots | {"source_slots": self.source_slots, "live_slots": self.live_slots}
 
-    def begin(self, states: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Where a layer's prefill writes the states after chunks, if they are encoded: (slots, *shape) by component name."""
+    def begin(self, states: Parts, checkpoints: Mapping[str, Sequence[torch.Tensor]]) -> Parts:
+        """Where a layer's prefill writes the states after chunks, if they are encoded; ``checkpoints``: of the layer (`SharedMemory.parts`)."""
+        self._checkpoints = dict(checkpoints)
         captures = self.buffer.is_cuda and torch.cuda.is_current_stream_capturing()
         most = self._most_kept(*self._sizes) if captures else max(1, self._kept)
         return {name: each.new_empty(most, *each.shape[1:]) for name, each in states.items()}
 
-    def keep(self, kept: Mapping[str, torch.Tensor], checkpoints: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """After it: encode what it wrote there into ``checkpoints``, this layer's parts of each component (`SharedMemory.parts`)."""
-        for name, written in kept.items():
-            slots = self._tensors["kept"][: len(written)]
-            keep_slots(written[None], checkpoints[name], self._numbers[: len(written)], slots)
+    def keep(self, kept: Parts) -> None:
+        """After it: encode what it wrote there into the layer's checkpoints."""
+        for name, parts in self._checkpoints.items():
+            written = kept[name]
+            keep_slots(written[None], parts, self._numbers[: len(written)], self._tensors["kept"][: len(written)])
 
     def _most_kept(self, tokens: int, sequences: int) -> int:
         """Upper bound on the checkpoints of a step, which are at ends of blocks; 0 if they need no encoding."""
@@ -283,18 +290,27 @@ class PrefillStep:
         self,
         quantum: Quantum,
         x: torch.Tensor,
-        windows: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        *,
-        kept: torch.Tensor,
+        states: Parts,
+        kept: Parts,
+        name: str,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """`convolve_from_slots`, and then `write_conv_windows`, of a layer with this quantum; and the slots of its scan, as arguments."""
+        """`convolve_from_slots`, and then `write_conv_windows`, of a layer with this quantum; and the slots of its scan, as arguments.
+
+        Windows are the component ``name`` of ``states``. They are never encoded: those of checkpoints do not go through ``kept``.
+        """
+        windows, kept_windows = states[name], kept[name]
         where = {"sources": self.token_sources, "starts": self.token_starts, "wrong": self.wrong}
         convolved = convolve_from_slots(x, windows, weight.to(windows.dtype), bias, **where)
         bounds, slots = self.chunks[quantum].bounds, self.slots[quantum]
         whole = bounds if quantum.denominator == 1 else bounds // quantum.denominator
-        write_conv_windows(x, windows, chunk_bounds=whole, kept=kept, **slots)  # sources are read before
+        of_windows = slots
+        if self.encodes:
+            (windows_of_checkpoints,) = self._checkpoints.pop(name)
+            kept_windows = windows_of_checkpoints[0]
+            of_windows = slots | {"chunk_slots": self._tensors[f"windows{quantum}"][: len(slots["chunk_slots"])]}
+        write_conv_windows(x, windows, chunk_bounds=whole, kept=kept_windows, **of_windows)  # sources are read before
         return convolved, self.slots_of_states(quantum) if self.is_open else slots
 
     def slots_of_states(self, quantum: Quantum) -> dict[str, torch.Tensor]:
@@ -371,13 +387,6 @@ class PrefillStep:
         array = self._arrays[name]
         array[: len(values)] = values
         array[len(values) : count] = padding
-
-
-def _numbered(spans: Sequence[PrefillSpan]) -> tuple[list[PrefillSpan], list[int]]:
-    """The same spans with their checkpoints numbered from 0 on, and the slot of each number."""
-    slots = [slot for span in spans for slot in span.kept.values()]
-    numbers = count()
-    return [replace(span, kept={position: next(numbers) for position in span.kept}) for span in spans], slots
 
 
 class DecodeStep:

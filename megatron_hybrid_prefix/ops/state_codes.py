@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -87,13 +88,14 @@ def _code_slots(
     """`keep_slots` or `restore_slots` of matrices, in one launch."""
     if not len(slots) or not states.numel():
         return
-    tensors, (*others, rows, columns) = (states, *parts), states.shape[2:]
-    assert all(tensor[0, 0].is_contiguous() for tensor in tensors)
-    strides = (tensor.stride(dim) for tensor in tensors for dim in (0, 1))
-    grid = math.prod(others), states.shape[0], len(slots)
+    tensors, (layers, _, *others, rows, columns) = (states, *parts), states.shape
+    assert all(tensor.stride(-1) == 1 for tensor in tensors)
+    strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
+    grid = math.prod(others), layers, len(slots)
     _code_slots_kernel[grid](*tensors, state_slots, slots, *strides, KEEP=keep, **tile_of(rows, columns))
 
 
+@cache
 def tile_of(rows: int, columns: int) -> dict[str, int]:
     """Constants and warps of a program."""
     warps = min(32, triton.next_power_of_2(triton.cdiv(rows * columns, _ELEMENTS)))

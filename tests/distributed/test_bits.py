@@ -17,10 +17,7 @@ from tests.harness.workers.launch import run_play
         *(("tiny", 4, 1, 1, 1), ("tiny-gdn", 4, 1, 1, 1), ("tiny", 1, 2, 1, 1)),
         ("tiny-olmo-hybrid", 2, 1, 1, 1),  # norms of heads of both ranks
         *(("tiny-nemotron-3", 1, 1, 2, 1), ("tiny-qwen3-next", 1, 1, 2, 1)),  # each rank has experts and requests
-        *(
-            ("tiny-nemotron-3", 2, 1, 1, 2),
-            ("tiny-qwen3-next", 2, 1, 1, 1),
-        ),  # a part of each expert; a share of the tokens
+        *(("tiny-nemotron-3", 2, 1, 1, 2), ("tiny-qwen3-next", 2, 1, 1, 1)),  # parts of experts; a share of tokens
         ("tiny-moe", 2, 1, 2, 2),
     ],
 )

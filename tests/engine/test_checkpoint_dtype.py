@@ -202,9 +202,9 @@ def test_nothing_to_gain_is_said(own_models, caplog):
 def test_a_step_numbers_its_checkpoints(platform):
     """What a larger step before left behind its own is no slot: a CUDA graph looks at all of them."""
     step = PrefillStep(quanta=[8], block_tokens=16, max_tokens=64, max_sequences=4, device="cpu", encodes=True)
-    for kept, slots, numbers in (
-        ([{16: 5, 32: 9}, {16: 7}], [5, 9, 7], [-1, 0, -1, 1, -1, 2]),
-        ([{16: 3}], [3], [-1, 0, -1, -1]),
+    for kept, slots, windows, numbers in (
+        ([{16: 5, 32: 9}, {16: 7}], [5, 9, 7], [-1, 5, -1, 9, -1, 7], [-1, 0, -1, 1, -1, 2]),
+        ([{16: 3}], [3], [-1, 3, -1, -1], [-1, 0, -1, -1]),
     ):
         spans = [
             PrefillSpan(start_tokens=0, tokens=max(32 - 16 * n, 16), source_slot=0, live_slot=n, kept=each)
@@ -215,7 +215,8 @@ def test_a_step_numbers_its_checkpoints(platform):
         step.show()
         assert step._tensors["kept"].tolist() == slots + [-1] * (8 - len(slots))
         assert step.chunks[8].slots.tolist()[: len(numbers)] == numbers
-        assert len(step.begin({"x": torch.zeros(2, 3)})["x"]) == len(slots)
+        assert step._tensors["windows8"].tolist() == windows + [-1] * (len(step.chunks[8].slots) - len(windows))
+        assert len(step.begin({"x": torch.zeros(2, 3)}, {})["x"]) == len(slots)
 
 
 def test_a_plugin_with_an_earlier_prefill_is_refused():

@@ -147,6 +147,8 @@ GDN_MUTANTS = [
     ),
     *((tails, "tiny_gdp_mixed", mutant) for mutant in MUTANTS),
 ]
+PREEMPTED = "tiny_mixed", "tiny_qwen3_next", "tiny_nemotron_3", "tiny_granite", "tiny_olmo_hybrid", "tiny_gdp_mixed"
+GPT = "gpt_dense", "gpt_experts"
 RUNS = [
     *((scenario, *model, None) for scenario in SCENARIOS for model in MODELS),
     *((scenario, "tiny", 96, "legacy", mutant) for scenario in SCENARIOS for mutant in MUTANTS),
@@ -154,20 +156,10 @@ RUNS = [
     *((tails, "tiny_nemotron_3", 96, "async", mutant) for mutant in MUTANTS),
     *((scenario, name, 64, "async", mutant) for scenario, name, mutant in GDN_MUTANTS),
     *((preempted, "tiny", 64, "legacy", None), (preempted, "tiny", 64, "async", "conv_zeroed")),
-    *(
-        (preempted, name, 64, "async", None)
-        for name in (
-            *("tiny_mixed", "tiny_qwen3_next", "tiny_nemotron_3", "tiny_granite", "tiny_olmo_hybrid"),
-            "tiny_gdp_mixed",
-        )
-    ),
+    *((preempted, name, 64, "async", None) for name in PREEMPTED),
     *((tails, "tiny_qwen3_5", 64, "async", mutant) for mutant in (None, "ssm_zeroed")),
-    *(
-        (scenario, name, 64, "async", None)
-        for scenario in (*SCENARIOS, preempted)
-        for name in ("gpt_dense", "gpt_experts")
-    ),
-    *((tails, name, 64, "async", mutant) for name in ("gpt_dense", "gpt_experts") for mutant in MUTANTS),
+    *((scenario, name, 64, "async", None) for scenario in (*SCENARIOS, preempted) for name in GPT),
+    *((tails, name, 64, "async", mutant) for name in GPT for mutant in MUTANTS),
 ]
 FAST = [
     *((tails, "gpt_dense", 64, "async", mutant) for mutant in (None, "ssm_zeroed")),
