@@ -3,8 +3,9 @@
     python -m tests.gpu.cold_prompt [--preset hybrid-4b] [--tokens 8492] [--own 300] [--seconds 120]
 
 The engines take turns in one process, prompt by prompt, until the time is over. A hit is a third sighting: all but ``--own`` tokens are
-cached; it is compared with a cold prompt of ``--own`` tokens of the same engine. Then the ``--kernels`` longest kernels of one cold prompt, products left out.
-Gated DeltaNet is not in megatron-core's engine: "off" is then this package's. ``--preset tiny --tokens 556 --seconds 5`` tries it on a CPU.
+cached; it is compared with a cold prompt of ``--own`` tokens of the same engine. (An engine without a cache computes it whole.) Then the ``--kernels`` longest kernels of one cold prompt, products left out.
+Gated DeltaNet is not in megatron-core's engine: "off" is then this package's. ``--states 4 --tokens 8193`` compares instead a cold prompt that
+keeps no state with one that keeps four, as they are and in int8. ``--preset tiny --tokens 556 --seconds 5`` tries it on a CPU.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tests.harness.engine_helpers import cache_gb_for
 from tests.harness.named_models import named
 
 OFF, OURS = "megatron-core, off", "this package"
+NONE_KEPT = "no state kept"
 
 
 def main(args) -> None:
@@ -38,8 +40,14 @@ def main(args) -> None:
     blocks = 12 * (args.tokens // BLOCK_TOKENS + 1)
     cache_gb = cache_gb_for(model, blocks, states=32, block_tokens=BLOCK_TOKENS, max_requests=fields["max_requests"])
     off = build_engine if "G" in model.hybrid_config.layer_pattern else build_upstream_engine
-    engines = {OFF: off(model, **fields)}
-    engines[OURS] = build_engine(model, HybridPrefixConfig(cache_gb=cache_gb), **fields)
+    if args.states:
+        kept = {"retention_interval_tokens": args.tokens // BLOCK_TOKENS // args.states * BLOCK_TOKENS}
+        settings = {NONE_KEPT: {"mamba_gb": 0}, "kept as live": kept, "int8": kept | {"checkpoint_dtype": "int8"}}
+    else:
+        settings = {OURS: {}}
+    engines = {} if args.states else {OFF: off(model, **fields)}
+    for name, changed in settings.items():
+        engines[name] = build_engine(model, HybridPrefixConfig(cache_gb=cache_gb, **changed), **fields)
     say("engines are built")
     tokens = FirstTokens()
 
@@ -52,17 +60,14 @@ def main(args) -> None:
             for prompt in (new(args.tokens), shared + new(args.own), new(args.own)):
                 ms = tokens.send(engine, prompt)[0]
         say(f"{name} is warm: {ms:.2f} ms for {args.own} tokens")
-    times: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in engines}
     end_s = time.perf_counter() + args.seconds
     while time.perf_counter() < end_s:
         for name in dice.sample(list(engines), len(engines)):
-            times[f"{name}: {args.tokens} tokens, cold"].append(tokens.send(engines[name], new(args.tokens))[0])
-            times[f"{name}: {args.own} tokens, cold"].append(tokens.send(engines[name], new(args.own))[0])
-        times[f"{OURS}: {args.own} after {len(shared)} cached"].append(
-            tokens.send(engines[OURS], shared + new(args.own))[0]
-        )
-        if len(times[f"{OFF}: {args.own} tokens, cold"]) % 20 == 1:
-            say(", ".join(f"{statistics.median(found):.2f}" for found in times.values()))
+            for kind, prompt in (("whole", new(args.tokens)), ("own", new(args.own)), ("hit", shared + new(args.own))):
+                times[name][kind].append(tokens.send(engines[name], prompt)[0])
+        if len(times[name]["own"]) % 20 == 1:
+            say(", ".join(f"{statistics.median(found):.2f}" for of_one in times.values() for found in of_one.values()))
     kernels: dict[str, Counter[str]] = {name: Counter() for name in engines}
     parts: dict[str, Counter[str]] = {name: Counter() for name in engines}
     for name, engine in engines.items() if ON_GPU else ():
@@ -80,17 +85,20 @@ def main(args) -> None:
     for part in sorted({part for found in parts.values() for part in found}):
         print(f"{part:20} " + ", ".join(f"{name} {found[part]:.2f} ms" for name, found in parts.items()))
     print()
-    for name, found in sorted(times.items()):
-        print(f"{name:40} {statistics.median(found):8.2f} ms, fastest {min(found):8.2f}, {len(found)} times")
-
-    def ratio(one: str, other: str) -> float:
-        return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
-
-    cold = ratio(f"{OURS}: {args.tokens} tokens, cold", f"{OFF}: {args.tokens} tokens, cold")
-    hit = ratio(f"{OURS}: {args.own} after {len(shared)} cached", f"{OURS}: {args.own} tokens, cold")
-    print(f"cold prompt over megatron-core's {cold:.3f} (goal 0.86), hit over cold {hit:.3f} (goal 1.05)")
+    first = next(iter(engines))
+    for name, found in times.items():
+        for kind, ms in found.items():
+            print(f"{name:20} {kind:6} {statistics.median(ms):8.2f} ms, fastest {min(ms):8.2f}, {len(ms)} times")
+        pairs = (("whole", first, "whole"), ("own", first, "own"), ("hit", name, "own"))
+        ratios = (
+            statistics.median(a / b for a, b in zip(found[kind], times[of][other], strict=True))
+            for kind, of, other in pairs
+        )
+        print("{:20} whole and own over {}'s {:.3f} {:.3f}, hit over own {:.3f}".format(name, first, *ratios))
+        stats = engines[name].context.prefix_stats() if name in settings else None
+        print(f"{'':20} states kept: {stats and stats.checkpoints_published}")
 
 
 if __name__ == "__main__":
-    with started(__doc__, preset="hybrid-4b", tokens=8492, own=300, seconds=120.0, kernels=24) as arguments:
+    with started(__doc__, preset="hybrid-4b", tokens=8492, own=300, states=0, seconds=120.0, kernels=24) as arguments:
         main(arguments)

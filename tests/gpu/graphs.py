@@ -58,9 +58,10 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
     sizes = {"block_tokens": BLOCK_TOKENS, "max_requests": MAX_REQUESTS, "speculative_tokens": drafts}
     few = tight and config.dtype == "float32"
     blocks, states = (TIGHT_BLOCKS, TIGHT_STATES) if few else (BLOCKS, STATES)
+    cache_gb, dtype = cache_gb_for(model, blocks, states=states, **sizes), fields.pop("checkpoint_dtype", None)
     engine = build_engine(
         model,
-        HybridPrefixConfig(cache_gb=cache_gb_for(model, blocks, states=states, **sizes)) if cached else None,
+        HybridPrefixConfig(cache_gb=cache_gb, checkpoint_dtype=dtype) if cached else None,
         max_sequence_length=2048,
         max_requests=MAX_REQUESTS,
         block_size_tokens=BLOCK_TOKENS,
@@ -146,6 +147,8 @@ def without_drafts(preset):
     for mode in ("legacy", "async"):
         found[f"graphs_{mode}"] = run(preset, graphs=True, mode=mode)
     found["graphs_tight"] = run(preset, graphs=True, mode="async", tight=True)
+    for name in ("int8", "graphs_int8"):
+        found[name] = run(preset, graphs=name != "int8", mode="async", checkpoint_dtype="int8")
     return found
 
 

@@ -34,16 +34,11 @@ def check_counts(found):
         assert (counts["accepted"] > 0) == ("drafts" in name), (name, counts)
 
 
-def error(found, name):
-    """Mean |log-prob difference| to the run ``eager``, up to the first token that differs, and over how many tokens."""
+def error(found, name, of="eager"):
+    """Mean |log-prob difference| to the run ``of``, up to the first token that differs, and over how many tokens."""
     gaps = []
-    for own, other, tokens, right in zip(
-        found[name]["log_probs"],
-        found["eager"]["log_probs"],
-        found[name]["tokens"],
-        found["eager"]["tokens"],
-        strict=True,
-    ):
+    both = (found[run][key] for key in ("log_probs", "tokens") for run in (name, of))
+    for own, other, tokens, right in zip(*both, strict=True):
         for a, b, token, expected in zip(own, other, tokens, right, strict="ends" not in name):
             if token != expected:
                 break  # what follows has another context
@@ -60,15 +55,17 @@ def test_float32_says_the_same_tokens(tmp_path, preset):
     """Also with drafts, which a layer of attention or of Mamba2 predicts, with the cache on and off."""
     found = run(tmp_path, preset)
     check_counts(found)
-    for name in found:
-        right = found["eager"]["tokens"]
+    for name in found.keys() - {"int8"}:  # `test_agreement` has what int8 changes
+        eager = found["int8" if name == "graphs_int8" else "eager"]
+        right = eager["tokens"]
         if "ends" in name:
             ends = [end_of(number, answer) for number, answer in enumerate(right)]
             right = [answer[: answer.index(end) + 1] for answer, end in zip(right, ends, strict=True)]
             assert len({len(answer) for answer in right}) > 4
         assert found[name]["tokens"] == right, name
-        for own, other in zip(found[name]["log_probs"], found["eager"]["log_probs"], strict=True):
-            assert own == pytest.approx(other[: len(own)], abs=1e-4)
+        off = 1e-3 if name == "graphs_int8" else 1e-4  # codes may flip
+        for own, other in zip(found[name]["log_probs"], eager["log_probs"], strict=True):
+            assert own == pytest.approx(other[: len(own)], abs=off)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +106,8 @@ def check_noise(found, preset, *references):
     noise = max(noise for noise, _ in noises.values())
     print(f"{preset}: mean |log-prob difference|, tokens: {noises}; the largest is the noise")
     assert min(count for _, count in noises.values()) > sum(map(len, found["eager"]["tokens"])) / 2
-    for name in found.keys() - {"eager", "alone", *references}:
-        own, count = error(found, name)
+    for name in found.keys() - {"eager", "alone", "int8", *references}:
+        own, count = error(found, name, "int8" if name == "graphs_int8" else "eager")
         print(f"{preset}: mean |log-prob difference|: {name} {own:.5f} over {count} tokens; noise {noise:.5f}")
         assert own <= 1.5 * noise
 

@@ -30,8 +30,9 @@ _numbers = count()
 def environment(device: str = "cpu") -> dict[str, str]:
     """This process's environment, changed for ranks on ``device``."""
     path = os.pathsep.join(filter(None, (str(WORKERS.parents[2]), os.environ.get("PYTHONPATH"))))
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    return os.environ | {"OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": path} | hidden
+    # Ranks on GPUs decide as one on the CPU, which does not compare how long a load takes with computing.
+    own = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {"HYBRID_PREFIX_TOKENS_PER_GIB": "0"}
+    return os.environ | {"OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": path} | own
 
 
 def torchrun(ranks: int) -> list[str]:
