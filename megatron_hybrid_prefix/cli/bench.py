@@ -79,10 +79,7 @@ def make_parser() -> ArgumentParser:
         options.add_options(command, *options.MODEL_OPTIONS, title="model", preset=model)
         most = "most running requests (default: as many as the scenario needs, at least 16)"
         group = options.add_several_engines(
-            command,
-            "--engine",
-            kind.engines,
-            max_requests={"default": None, "help": most},
+            command, "--engine", kind.engines, max_requests={"default": None, "help": most}
         )
         options.add_options(group, "--checkpoint-dtype")
         text = "what a CUDA graph captures (default: ours: block, the whole forward; others: layer, megatron's default)"

@@ -81,12 +81,7 @@ class Runner:
         self.should_stop = partial(running.stop_requested, platform, interrupt)
 
     def run(
-        self,
-        name: str,
-        fields: dict[str, Any],
-        work: Work,
-        sent: list[Request] | None,
-        on_done: Callable[[int], None],
+        self, name: str, fields: dict[str, Any], work: Work, sent: list[Request] | None, on_done: Callable[[int], None]
     ) -> EngineRun:
         """Builds the engine ``name``, sends ``sent`` (None: the work's own requests), and releases the engine."""
         from megatron_hybrid_prefix.mcore.runner import check_fits

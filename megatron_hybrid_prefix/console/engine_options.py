@@ -14,12 +14,7 @@ from typing import Any
 
 from megatron_hybrid_prefix.config import CheckpointDtypeName, ExactName, HybridPrefixConfig
 from megatron_hybrid_prefix.console.hf import choose_model
-from megatron_hybrid_prefix.console.terminal import (
-    InputError,
-    as_input_errors,
-    check_can_plot,
-    check_writable,
-)
+from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, check_can_plot, check_writable
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
 from megatron_hybrid_prefix.pool.layout import CHECKPOINT_DTYPES
 from megatron_hybrid_prefix.sampling import drafts_problem

@@ -117,10 +117,7 @@ class ChatForm:
 
         render: Any = render_jinja_template  # its annotations are wrong
         (text,), _ = render(
-            [list(messages)],
-            chat_template=template,
-            add_generation_prompt=begin_answer,
-            **self._special | variables,
+            [list(messages)], chat_template=template, add_generation_prompt=begin_answer, **self._special | variables
         )
         return str(text)
 

@@ -53,9 +53,7 @@ def for_cache_gb(
         requests = min_over_model_ranks(min(most, fitting), config.pg_collection)
         requests = max(1, requests // multiple) * multiple
     return dataclasses.replace(
-        config,
-        max_requests=requests,
-        buffer_size_gb=cache_gb + (requests * request_bytes) / 2**30,
+        config, max_requests=requests, buffer_size_gb=cache_gb + (requests * request_bytes) / 2**30
     )
 
 

@@ -140,9 +140,7 @@ def routes_of_block(model_config: TransformerConfig, inference_config: Inference
 
 
 def mamba_state_config(
-    model: Any,
-    conv_dtype: torch.dtype | None = None,
-    ssm_dtype: torch.dtype | None = None,
+    model: Any, conv_dtype: torch.dtype | None = None, ssm_dtype: torch.dtype | None = None
 ) -> RecurrentStateConfig | None:
     """What megatron's context has to know of a model's recurrent states; every rank has to ask.
 
