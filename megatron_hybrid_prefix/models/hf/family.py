@@ -39,7 +39,7 @@ class Family(ABC):
         """The model that a ``config.json`` describes; `dimensions_of` adds its dtypes, and whether embeddings are tied.
 
         Args:
-            given: The file; of a ``text_config`` in it, its values take the place of the outer ones.
+            given: The file; where it has a ``text_config``, the values of that, as of `Given.of_text`.
 
         Raises:
             ValueError: A value is missing or wrong, or megatron's layers cannot compute with it (`Given.error`).

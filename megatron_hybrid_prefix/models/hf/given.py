@@ -14,6 +14,8 @@ from typing import Any
 from megatron_hybrid_prefix.errors import shown
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 
+# Counts beside a ``text_config``, too; transformers reads no other value there, such as YaRN's.
+_OUTER = "dtype", "torch_dtype", "quantization_config", "max_position_embeddings"
 # "mrope_" names divide channels among the three positions of an image's part; a text's three are equal.
 _ROPE_NAMES = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 _YARN = {
@@ -55,9 +57,9 @@ class Given:
 
     @classmethod
     def of_text(cls, data: Mapping[str, Any], name: str) -> Given:
-        """Of a language model: the values of a ``text_config`` take the place of the outer ones."""
-        text = data.get("text_config")
-        return cls({**data, **text} if isinstance(text, dict) else data, name)
+        """Of a language model: the values of a ``text_config``, and of the outer ones those of `_OUTER` that it lacks."""
+        text, outer = data.get("text_config"), {name: data[name] for name in _OUTER if name in data}
+        return cls({**outer, **text} if isinstance(text, dict) else data, name)
 
     def error(self, text: str) -> ValueError:
         """An error about this file."""

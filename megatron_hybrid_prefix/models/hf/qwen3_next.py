@@ -56,13 +56,14 @@ class Qwen3Next(Family):
         given.only("hidden_act", "silu")
         pattern = _pattern(given)
         fields: dict[str, Any] = {}
+        fraction = 1.0 if "partial_rotary_factor" in given else self.rotary_fraction  # a null is all of them
         if "E" in pattern:
             given.only("norm_topk_prob", True)  # the router's weights here are a softmax over the chosen experts
             fields = given.fields(_EXPERTS, num_moe_experts=_NUM_EXPERTS) | {"moe_shared_expert_gate": True}
         return HybridModelConfig(
             layer_pattern=pattern,
             **attention(given, kv_heads=self.kv_heads, channels=self.channels)
-            | rotary(given, default_fraction=self.rotary_fraction),
+            | rotary(given, default_fraction=fraction),
             **given.fields(_DELTA_NET, d_conv=4),
             activation="swiglu",
             **self.fixed,

@@ -49,6 +49,7 @@ REFUSED = {"hidden_act": "gelu", "attention_bias": True, "norm_topk_prob": False
 OLD = (
     ({"rope_parameters": ..., "rope_theta": 99}, "rotary_base", 99),
     ({"rope_parameters": ..., "partial_rotary_factor": 0.5}, "rotary_fraction", 0.5),
+    ({"rope_parameters": {}, "partial_rotary_factor": None}, "rotary_fraction", 1.0),  # its class turns whole heads
     ({"rope_scaling": {"type": "default", "rope_theta": 99}}, "rotary_base", 99),
     ({"layer_types": ..., "full_attention_interval": 2}, "layer_pattern", "GE*EGE*EG-"),
     ({"torch_dtype": None}, "dtype", "bfloat16"),
