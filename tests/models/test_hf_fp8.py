@@ -35,6 +35,7 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": RAGGED, "modules_to_not_co
 METHODS = {
     "blocks": (BLOCKS, RAGGED, "_scale_inv"),
     "even blocks": (BLOCKS | {"weight_block_size": [8, 8]}, [8, 8], "_scale_inv"),
+    "powers of two": (BLOCKS | {"weight_block_size": [8, 8], "scale_fmt": "ue8m0"}, [8, 8], "_scale_inv"),
     "whole": ({"quant_method": "fp8"}, [None, None], "_scale_inv"),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, [None, None], "_scale"),
     "modelopt, a file of its own": (None, [None, None], "_scale"),
@@ -45,7 +46,15 @@ METHODS = {
 IN_FP8 = ("_proj", "_proj_qkvz", "_proj_qkv", "_proj_z", "_linear")  # ends of modules' names
 FIRST, SECOND = (f"model-{number:05}-of-00002.safetensors" for number in (1, 2))
 CONFIG, UP, NORM = "quantization_config", "model.layers.2.mixer.up_proj.weight", "model.norm_f.weight"
-LEFT_OUT = ("input_scale", "activation_scale", "k_scale", "v_scale")
+LEFT_OUT = (
+    ".input_scale",
+    ".activation_scale",
+    "_activation_scale",
+    ".output_scale",
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
+)
 
 
 def quantised(weight, block, dtype=torch.float32):
@@ -61,6 +70,7 @@ def quantised(weight, block, dtype=torch.float32):
 def make_folder(folder, kind="nemotron_h", method="blocks", *, stacked=False):
     """Random weights, linear layers in fp8, scales in another file; returns the weights as they are to be read."""
     config, block, suffix = METHODS[method]
+    dtype = torch.float8_e8m0fnu if method == "powers of two" else torch.float32
     folder.mkdir()
     if config is None:
         (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
@@ -71,9 +81,9 @@ def make_folder(folder, kind="nemotron_h", method="blocks", *, stacked=False):
     for name, weight in right.items():
         weights[name], module = weight, name.removesuffix(".weight")
         if module.endswith(IN_FP8):
-            weights[name], scale, right[name] = quantised(weight, block)
-            scales[name + suffix] = scale.reshape(()) if scale.numel() == 1 else scale
-            scales |= {f"{module}.{each}": torch.zeros(()) for each in (LEFT_OUT if suffix == "_scale" else ())}
+            weights[name], scale, right[name] = quantised(weight, block, dtype)
+            scales[name + suffix] = (scale.reshape(()) if scale.numel() == 1 else scale).to(dtype)
+            scales |= {module + each: torch.zeros(()) for each in (LEFT_OUT if suffix == "_scale" else ())}
     save_shards(folder, weights, scales)
     return right
 
@@ -108,7 +118,7 @@ def test_transformers_has_the_same_bits_and_two_ranks_their_parts(platform, tmp_
     """Matrix by matrix: of stacks it ignores the scales. Ranks' parts begin within blocks."""
     kinds = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h_experts")
     for kind in kinds:
-        make_folder(tmp_path / kind, kind, "even blocks")
+        make_folder(tmp_path / kind, kind, "powers of two" if kind == "qwen3_5" else "even blocks")
     for folder, found in logits_of_transformers({tmp_path / kind: [1] for kind in kinds}).items():
         assert found["wrong"] == []
         model = build_hybrid_model(CONFIGS[folder.name])

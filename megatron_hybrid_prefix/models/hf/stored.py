@@ -19,6 +19,7 @@ from megatron_hybrid_prefix.models.hf.given import Given
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2), "F8_E4M3": ("float8_e4m3fn", 1)}
+DTYPES |= {"F8_E8M0": ("float8_e8m0fnu", 1)}  # powers of two, of scales (``scale_fmt: ue8m0``)
 """By the name in a file: PyTorch's, and bytes of a value."""
 type Block = tuple[int | None, int | None]
 """Rows and columns of a matrix that share a scale; None: all of them."""
@@ -27,7 +28,7 @@ _TENSOR: Block = (None, None)
 _METHODS = "fp8", "modelopt", "compressed-tensors"
 _ONLY = "only 8-bit floats with scales are read, no integers and no 4 bits; take the bfloat16 model or an fp8 one"
 # Scales of activations, keys and values, which are computed in the model's dtype here.
-_LEFT_OUT = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")
+_LEFT_OUT = (".input_scale", "activation_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
