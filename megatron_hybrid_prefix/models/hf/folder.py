@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import re
 import struct
@@ -179,15 +180,18 @@ def _weights_of(file: Path) -> dict[str, StoredWeight]:
             header = json.loads(opened.read(header_bytes))
     except OSError as error:
         raise ValueError(f"cannot read {file}: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError):
-        raise ValueError(f"{file} is no safetensors file: its header is not JSON") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        header = None
+    if not isinstance(header, dict):
+        raise ValueError(f"{file} is no safetensors file: its header is no JSON object")
     weights: dict[str, StoredWeight] = {}
     data_bytes = size - 8 - header_bytes
     for name, fields in header.items():
         if name == "__metadata__":
             continue
         try:
-            dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+            dtype, shape = str(fields["dtype"]), tuple(map(operator.index, fields["shape"]))
+            begin, end = map(operator.index, fields["data_offsets"])
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"{file} is no safetensors file: its header says nothing of {name}") from None
         if dtype not in DTYPES:
