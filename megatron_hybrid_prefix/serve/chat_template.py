@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, read_text
+from megatron_hybrid_prefix.errors import shown
 from megatron_hybrid_prefix.text.hf_tokens import read_object, token_texts
 from megatron_hybrid_prefix.text.tokenizer import common_tokens
 
@@ -226,5 +227,9 @@ def load_chat_form(template: Path | None, tokenizer: Path | None, *, plain: bool
         return ChatForm(read_text(template), special, response=config.get("response_template"))
     source = config.get("chat_template")
     if isinstance(source, list):  # several, by name
-        source = next((item["template"] for item in source if item.get("name") == "default"), None)
+        source = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
+    if isinstance(source, dict):
+        source = source.get("default")
+    if not isinstance(source, str | None):
+        raise InputError(f"{tokenizer}/tokenizer_config.json: chat_template is {shown(source)}, no text")
     return ChatForm(source, special, plain=plain, response=config.get("response_template"))

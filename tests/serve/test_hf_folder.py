@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.serve.backend import GenerationTask, Update
 from megatron_hybrid_prefix.serve.chat_template import ChatForm, load_chat_form
 from megatron_hybrid_prefix.serve.errors import ApiError
@@ -171,8 +172,18 @@ def test_a_folder_without_a_template_has_no_chats(tokenizer, tmp_path):
     ):
         read_request(body, "chat", served(tokenizer, chat=chat), None)
     read_request(body, "chat", served(tokenizer, chat=load_chat_form(None, tmp_path)), None)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}!"}))
-    chat = load_chat_form(None, tmp_path, plain=False)
-    assert (
-        tokenizer.detokenize(read_request(body, "chat", served(tokenizer, chat=chat), None).prompts[0].tokens) == "hi!"
-    )
+    text = "{{ messages[0].content }}!"
+    for template in (
+        text,
+        {"default": text, "rag": "?"},
+        [{"name": "default", "template": text}, {"name": "rag"}, None],
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        chat = load_chat_form(None, tmp_path, plain=False)
+        assert (
+            tokenizer.detokenize(read_request(body, "chat", served(tokenizer, chat=chat), None).prompts[0].tokens)
+            == "hi!"
+        )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": {"default": 5}}))
+    with pytest.raises(InputError, match=r"tokenizer_config\.json: chat_template is 5, no text$"):
+        load_chat_form(None, tmp_path)
