@@ -104,6 +104,8 @@ def agree_on_budget(
         block_bytes=block,
         alignment_bytes=ALIGNMENT_BYTES,
     )
+    if not page.page_live:  # on that stage checkpoints are no smaller: on all they are as live states
+        state_bytes = live_bytes
     page_bytes = max(page.page_states * state_bytes, page.page_live * live_bytes)
     step_bytes = max(block_bytes, round_up(ceil_div(page_bytes, page.page_blocks), ALIGNMENT_BYTES))
 
