@@ -279,7 +279,8 @@ def test_any_stages_agree_and_keep_their_kv(stages, blocks, entries, max_request
     ]
     owns = zip(sizes, every(sizes, max_requests), strict=True)
     kept = check_budgets(sizes, max(own + blocks * block for (block, *_), own in owns), max_requests, shares)
-    assert min(shares) < 1 or kept >= (1 - 0.04) / (1 + 1 / 256) - 1 / blocks  # blocks begin aligned, and whole ones count
+    least = (1 - 0.04) / (1 + 1 / 256) - 1 / blocks  # blocks begin aligned, and whole ones count
+    assert min(shares) < 1 or kept >= least
 
 
 @given(

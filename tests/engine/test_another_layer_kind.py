@@ -104,6 +104,14 @@ def test_hits_say_what_misses_say(model, fields):
     served.check_drained()
 
 
+def test_its_hits_are_verified(model):
+    served = serve(model, verify_hits=1.0)
+    for own in (3, 4):
+        served.send([*random_tokens(2 * BLOCK, seed=1), own])
+    stats = served.context.prefix_stats()
+    assert (stats.verified_hits, stats.verify_mismatches) == (1, 0)
+
+
 @pytest.mark.parametrize("component", ["trace", "memory"])
 def test_a_wrong_component_is_noticed(model, component):
     served = serve(model)

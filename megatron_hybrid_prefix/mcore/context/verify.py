@@ -87,5 +87,5 @@ def _relative_difference(fresh: torch.Tensor, kept: torch.Tensor, *, most: float
     """Relative difference, and the largest that rounding explains: ``most``, or that of the dtype."""
     if not fresh.numel():
         return 0.0, 0.0  # a pipeline stage without recurrent layers
-    size = kept.float().norm()
-    return float((fresh.float() - kept.float()).norm() / size.clamp(min=1e-20)), max(most, TOLERANCE[fresh.dtype])
+    size = kept.float().norm().clamp(min=1e-20)
+    return float((fresh.float() - kept.float()).norm() / size), max(most, TOLERANCE.get(fresh.dtype, 0))
