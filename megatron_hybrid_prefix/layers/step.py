@@ -8,7 +8,7 @@
 - A quantum may be a fraction. Where its denominator is 3, chunks end at thirds of tokens, and their bounds count thirds.
 
 Each quantum has its own `Chunks`. All arrays share one pinned buffer, which one copy sends to the device. Device addresses
-are fixed, as CUDA graphs require.
+are fixed, as CUDA graphs require. What never changes is sent, too: memory on the device may be lost while an engine is suspended.
 """
 
 from __future__ import annotations
@@ -191,7 +191,8 @@ class PrefillStep:
         for quantum, chunks in most_chunks.items():
             sizes += [(f"first{quantum}", max_sequences + 1, np.int64), (f"slots{quantum}", chunks, np.int64)]
             sizes += [(f"windows{quantum}", chunks * encodes, np.int64)]
-        sizes += [("kept", self._most_kept(max_tokens, max_sequences), np.int64)]
+        sizes += [(name, self._most_kept(max_tokens, max_sequences), np.int64) for name in ("kept", "numbers")]
+        sizes += [("tokens", max_tokens * is_open, np.int64)]
         sizes += [("bounds", max_sequences + 1, np.int32)]
         sizes += [("token_source", max_tokens, np.int32), ("token_start", max_tokens, np.int32)]
         for quantum, chunks in most_chunks.items():
@@ -200,9 +201,9 @@ class PrefillStep:
                 sizes += [(f"live{quantum}", max_sequences, np.int64), (f"copied{quantum}", max_sequences, np.int64)]
                 sizes += [(f"scanned{quantum}", chunks, np.int64), (f"entries{quantum}", max_tokens, np.int64)]
         self._pinned, self.buffer, self._arrays, self._tensors = _allocate(sizes, device)
+        for name in ("numbers", "tokens"):
+            self._arrays[name][:] = np.arange(len(self._arrays[name]))
         self.wrong = torch.zeros(max_tokens, dtype=torch.int32, device=device)
-        self._tokens = torch.arange(max_tokens if is_open else 0, device=device)
-        self._numbers = torch.arange(self._most_kept(max_tokens, max_sequences), device=device)
         self._sizes, self._kept = (0, 0), 0
         self._checkpoints: dict[str, Sequence[torch.Tensor]] = {}  # of a layer, those that `keep` writes
         self._shown: tuple[int, int] | None = None
@@ -280,7 +281,7 @@ class PrefillStep:
         """After it: encode what it wrote there into the layer's checkpoints."""
         for name, parts in self._checkpoints.items():
             written = kept[name]
-            keep_slots(written[None], parts, self._numbers[: len(written)], self._tensors["kept"][: len(written)])
+            keep_slots(written[None], parts, *(self._tensors[each][: len(written)] for each in ("numbers", "kept")))
 
     def _most_kept(self, tokens: int, sequences: int) -> int:
         """Upper bound on the checkpoints of a step, which are at ends of blocks; 0 if they need no encoding."""
@@ -334,7 +335,7 @@ class PrefillStep:
         copy_slots(states[None], states[None], copied, self.live_slots)
         for ring, tokens in left:
             entries = self._tensors[f"entries{quantum}"][: len(tokens)]
-            copy_slots(tokens[None], ring.flatten(0, 1)[None], self._tokens[: len(tokens)], entries)
+            copy_slots(tokens[None], ring.flatten(0, 1)[None], self._tensors["tokens"][: len(tokens)], entries)
 
     def _leave_open(
         self, quantum: Quantum, grid: ChunkGrid, spans: Sequence[PrefillSpan], *, chunks: int, sequences: int
@@ -422,18 +423,19 @@ class DecodeStep:
     ) -> None:
         self._ring_tokens, self._grids, self._step_tokens = ring_tokens, grids, step_tokens
         sequences = max_requests * step_tokens
-        self._first = torch.arange(sequences + 1, device=device)
-        self._none = torch.full_like(self._first, NO_SLOT)
         self.origins, self.most_drafts = np.zeros((2, max_requests), dtype=np.int32)
         sizes: list[tuple[str, int, type[np.int32 | np.int64]]]
-        sizes = [("rings", max_requests, np.int64)]
+        sizes = [("rings", max_requests, np.int64), ("kept", max_requests, np.int64)]
+        sizes += [(name, (sequences + 1) * bool(grids), np.int64) for name in ("first", "none")]
         for grid in grids:
             size = grid.chunk_tokens
             sizes += [(f"{name}{size}", sequences, np.int64) for name in ("added", "sources", "filled")]
         sizes += [(name, max_requests, np.int32) for name in ("positions", "origins", "ends")]
         sizes += [(f"bounds{grid.chunk_tokens}", sequences + 1, np.int32) for grid in grids]
         self._pinned, self._buffer, self._arrays, self._tensors = _allocate(sizes, device)
-        self._tensors["kept"] = torch.full_like(self._tensors["rings"], NO_SLOT)  # flushes of their own keep states
+        self._arrays["first"][:] = np.arange(len(self._arrays["first"]))
+        for name in ("kept", "none"):
+            self._arrays[name][:] = NO_SLOT  # flushes of their own keep states
         self._next: tuple[_Integers, _Integers] = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
     def prepare(
@@ -498,7 +500,7 @@ class DecodeStep:
         for size in (grid.chunk_tokens for grid in self._grids):
             lengths = {"bounds": count + 1} | dict.fromkeys(("added", "sources", "filled"), count)
             packed = {name: self._tensors[f"{name}{size}"][:length] for name, length in lengths.items()}
-            packed |= {"first": self._first[: count + 1], "none": self._none[:count]}
+            packed |= {"first": self._tensors["first"][: count + 1], "none": self._tensors["none"][:count]}
             rows.chunks[size] = OpenChunks(**packed, step_tokens=self._step_tokens)
 
     def advance(self, live_indices: Sequence[int], ends: Sequence[int]) -> Sequence[int]:
