@@ -46,15 +46,8 @@ METHODS = {
 IN_FP8 = ("_proj", "_proj_qkvz", "_proj_qkv", "_proj_z", "_linear")  # ends of modules' names
 FIRST, SECOND = (f"model-{number:05}-of-00002.safetensors" for number in (1, 2))
 CONFIG, UP, NORM = "quantization_config", "model.layers.2.mixer.up_proj.weight", "model.norm_f.weight"
-LEFT_OUT = (
-    ".input_scale",
-    ".activation_scale",
-    "_activation_scale",
-    ".output_scale",
-    ".q_scale",
-    ".k_scale",
-    ".v_scale",
-)
+LEFT_OUT = ".input_scale", ".activation_scale", "_activation_scale", ".output_scale"
+LEFT_OUT += ".q_scale", ".k_scale", ".v_scale"
 
 
 def quantised(weight, block, dtype=torch.float32):

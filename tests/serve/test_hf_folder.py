@@ -173,17 +173,11 @@ def test_a_folder_without_a_template_has_no_chats(tokenizer, tmp_path):
         read_request(body, "chat", served(tokenizer, chat=chat), None)
     read_request(body, "chat", served(tokenizer, chat=load_chat_form(None, tmp_path)), None)
     text = "{{ messages[0].content }}!"
-    for template in (
-        text,
-        {"default": text, "rag": "?"},
-        [{"name": "default", "template": text}, {"name": "rag"}, None],
-    ):
+    for template in (text, {"default": text, "rag": "?"}, [{"name": "default", "template": text}, {"name": "rag"}, 5]):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
         chat = load_chat_form(None, tmp_path, plain=False)
-        assert (
-            tokenizer.detokenize(read_request(body, "chat", served(tokenizer, chat=chat), None).prompts[0].tokens)
-            == "hi!"
-        )
+        prompt = read_request(body, "chat", served(tokenizer, chat=chat), None).prompts[0]
+        assert tokenizer.detokenize(prompt.tokens) == "hi!"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": {"default": 5}}))
     with pytest.raises(InputError, match=r"tokenizer_config\.json: chat_template is 5, no text$"):
         load_chat_form(None, tmp_path)
