@@ -559,9 +559,7 @@ PRESETS: dict[str, HybridModelConfig] = {
     ),
     # Those of nvidia/Nemotron-H-8B-Base-8K.
     "nemotron-h-8b": replace(
-        _HYBRID_4B,
-        layer_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-        vocab_size=131072,
+        _HYBRID_4B, layer_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", vocab_size=131072
     ),
     "nemotron-3-nano-30b-a3b": _NEMOTRON_3_NANO,
     # Those of nvidia/NVIDIA-Nemotron-3-Super-120B-A12B, with latent experts and a repeated head for drafts.

@@ -34,9 +34,7 @@ def multiplier_fields(config: HybridModelConfig) -> dict[str, Any]:
 
         HybridModel.mup_warning_printed = True  # "MuP is experimental": in training
         fields |= dict(
-            use_mup=True,
-            mup_embedding_mult=config.embedding_multiplier,
-            mup_output_mult=1.0 / config.logits_scaling,
+            use_mup=True, mup_embedding_mult=config.embedding_multiplier, mup_output_mult=1.0 / config.logits_scaling
         )
         fields.setdefault("softmax_scale", config.kv_channels**-0.5)  # MuP has another default
     return fields

@@ -156,12 +156,7 @@ def _components(name: str, parameter: Any, config: HybridModelConfig, tp: int) -
 
 
 def _draw(
-    name: str,
-    full: torch.Tensor,
-    config: HybridModelConfig,
-    generator: torch.Generator,
-    components: list[int],
-    tp: int,
+    name: str, full: torch.Tensor, config: HybridModelConfig, generator: torch.Generator, components: list[int], tp: int
 ) -> None:
     """Fill ``full``, the parameter of the unsharded model."""
 

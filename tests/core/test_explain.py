@@ -122,11 +122,7 @@ NOTHING: dict[str, Any] = {
 KV = {"kv_tokens": {"device": 12}, "seen_tokens": 12}
 STATE = KV | {"state_tokens": {"device": (12,)}, "kept_tokens": ()}
 HIT = STATE | {"reason": None, "resume_tokens": 12, "tier": "device"}
-ON_HOST = {
-    "kv_tokens": {"device": 0, "host": 12},
-    "state_tokens": {"device": (), "host": (12,)},
-    "seen_tokens": 12,
-}
+ON_HOST = {"kv_tokens": {"device": 0, "host": 12}, "state_tokens": {"device": (), "host": (12,)}, "seen_tokens": 12}
 ON_SHARED = {
     "kv_tokens": {"device": 0, "host": 0, "shared": 12},
     "state_tokens": {"device": (), "host": (), "shared": (12,)},
@@ -172,10 +168,7 @@ SITUATIONS: dict[str, tuple[Callable[[], Explanation], dict[str, Any]]] = {
         lambda: explain(filled(PROMPT, state_slots=0), PROMPT),
         KV | {"most_states": 0, "kept_tokens": (), "reason": "memory"},
     ),
-    "without a salt there is some": (
-        lambda: explain(filled(PROMPT), PROMPT, salt="tenant"),
-        {"reason": "other_salt"},
-    ),
+    "without a salt there is some": (lambda: explain(filled(PROMPT), PROMPT, salt="tenant"), {"reason": "other_salt"}),
     "without a salt there is none": (lambda: explain(filled(), PROMPT, salt="tenant"), {}),
     "new weights": (lambda: explain(invalidated(filled(PROMPT)), PROMPT), {"epoch": 1, "reason": "epoch"}),
     "refuses to read": (
@@ -191,10 +184,7 @@ SITUATIONS: dict[str, tuple[Callable[[], Explanation], dict[str, Any]]] = {
         lambda: explain(filled(PROMPT), PROMPT, resume_at=()),
         STATE | {"scored_tokens": (), "reason": "not_read"},
     ),
-    "log-probs are kept": (
-        lambda: explain(filled(PROMPT), PROMPT, resume_at=(12,)),
-        HIT | {"scored_tokens": (12,)},
-    ),
+    "log-probs are kept": (lambda: explain(filled(PROMPT), PROMPT, resume_at=(12,)), HIT | {"scored_tokens": (12,)}),
     "a forward writes it": (
         lambda: explain(in_flight(), tokens(1, 2, rest=1)),
         {

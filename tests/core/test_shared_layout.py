@@ -256,9 +256,7 @@ def test_stages_of_models_agree_and_keep_their_kv(name, drafts):
 @given(
     stages=st.lists(
         st.tuples(
-            st.integers(256, 2**14),
-            st.one_of(st.just(0), st.integers(1, 2**18)),
-            st.sampled_from((1, 1, 0.5, 0.28)),
+            st.integers(256, 2**14), st.one_of(st.just(0), st.integers(1, 2**18)), st.sampled_from((1, 1, 0.5, 0.28))
         ),
         min_size=1,
         max_size=4,

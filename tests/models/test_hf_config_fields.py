@@ -97,6 +97,13 @@ def test_a_field_that_is_refused(family, name):
     assert "\n" not in str(error.value)
 
 
+def test_what_is_huge_is_one_line(family):
+    huge = {"num_hidden_layers": 10**9, "hidden_size": 2**54, "vocab_size": 10**18}
+    for name, value in ((name, huge[name]) for name in huge.keys() & family.given.keys()):
+        with pytest.raises(ValueError, match=rf"^DIR/config\.json: [^\n]*{name}[^\n]*{value}[^\n]*$"):
+            dimensions(family, **{name: value})
+
+
 def test_fields_without_effect(family):
     module = Path(transformers.__file__).parent / "models" / family.modeling / f"modeling_{family.modeling}.py"
     source = module.read_text()
@@ -191,6 +198,8 @@ def test_fields_of_a_model_with_images(kind):
     for outer in ({"rope_theta": 77.0}, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, {"head_dim": 8}):
         inner = {"text_config": {name: text[name] for name in text.keys() - {"rope_parameters", "head_dim"}}}
         assert dimensions_of(data | inner | outer, "c") == dimensions_of(data | inner, "c")
+    null = {"text_config": text | {"dtype": None}}  # the outer one counts
+    assert dimensions_of(data | null | {"dtype": "float32"}, "c").dtype == "float32"
     for changed, message in (
         ({"text_config": None}, r"num_\w+ is missing"),
         ({"text_config": text | {"hidden_act": "gelu"}}, "hidden_act is 'gelu'"),

@@ -31,7 +31,7 @@ class Bamba(Family):
     def dimensions(self, given: Given) -> HybridModelConfig:
         given.only("mlp_bias", False)
         given.only("partial_rotary_factor", 0.5)  # transformers takes 0.5, and another value from rope_parameters only
-        layers, indices = given.whole("num_hidden_layers"), given.get("attn_layer_indices") or []
+        layers, indices = given.layers(), given.get("attn_layer_indices") or []
         if not isinstance(indices, list) or not all(type(index) is int and 0 <= index < layers for index in indices):
             raise given.error(f"attn_layer_indices is {shown(indices)}, no list of layers from 0 to {layers - 1}")
         pattern = "".join("*-" if number in indices else "M-" for number in range(layers))

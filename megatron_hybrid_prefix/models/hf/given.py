@@ -14,6 +14,7 @@ from typing import Any
 from megatron_hybrid_prefix.errors import shown
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 
+_MOST_LAYERS = 2**14  # patterns are texts and lists: more takes memory without end
 # Counts beside a ``text_config``, too; transformers reads no other value there, such as YaRN's.
 _OUTER = "dtype", "torch_dtype", "quantization_config", "max_position_embeddings"
 # "mrope_" names divide channels among the three positions of an image's part; a text's three are equal.
@@ -59,7 +60,9 @@ class Given:
     def of_text(cls, data: Mapping[str, Any], name: str) -> Given:
         """Of a language model: the values of a ``text_config``, and of the outer ones those of `_OUTER` that it lacks."""
         text, outer = data.get("text_config"), {name: data[name] for name in _OUTER if name in data}
-        return cls({**outer, **text} if isinstance(text, dict) else data, name)
+        if not isinstance(text, dict):
+            return cls(data, name)
+        return cls({**text, **{each: value for each, value in outer.items() if text.get(each) is None}}, name)
 
     def error(self, text: str) -> ValueError:
         """An error about this file."""
@@ -78,7 +81,15 @@ class Given:
         value = self.real(*names, default=default, what="a whole number")
         if value < 0 or not value.is_integer():
             raise self.error(f"{names[0]} is {shown(self.get(*names))}, not a whole number")
+        if value > 2**53:
+            raise self.error(f"{names[0]} is {shown(self.get(*names))}, too large")
         return int(value)
+
+    def layers(self) -> int:
+        """``num_hidden_layers``."""
+        if (layers := self.whole("num_hidden_layers")) > _MOST_LAYERS:
+            raise self.error(f"num_hidden_layers is {layers}, too large")
+        return layers
 
     def real(self, *names: str, default: float | None = None, what: str = "a number") -> float:
         """The first of these names with a value, as a number."""

@@ -56,7 +56,7 @@ class Granite(Family):
             fields |= rotary(given, default_fraction=1.0)
             if (fraction := fields["rotary_fraction"]) != 1.0:
                 raise given.error(f"partial_rotary_factor is {fraction:g}; transformers turns whole heads")
-        kinds, layers = given.texts("layer_types", "layers_block_type"), given.whole("num_hidden_layers")
+        kinds, layers = given.texts("layer_types", "layers_block_type"), given.layers()
         if kinds is None or len(kinds) != layers or set(kinds) - set(_MIXERS):
             raise given.error(f"layer_types must be {layers} times mamba or attention")
         pattern = "".join(_MIXERS[kind] + ("E" if experts else "-") for kind in kinds)

@@ -119,10 +119,7 @@ class Rule:
 
 
 def made_of(
-    target: str,
-    sources: Mapping[str, tuple[int, ...]],
-    order: RowNumbers | None = None,
-    finish: Finish | None = None,
+    target: str, sources: Mapping[str, tuple[int, ...]], order: RowNumbers | None = None, finish: Finish | None = None
 ) -> Rule:
     """The rule of a parameter that is made of these tensors: names with their shapes."""
     parts = tuple(Source(name=name, shape=shape) for name, shape in sources.items())

@@ -21,14 +21,7 @@ _OLD_NAMES = {
     "mamba_dt_limit": "time_step_limit",
     "num_local_experts": "n_routed_experts",
 }
-_LAYERS = {
-    "mamba": "M",
-    "linear_attention": "M",
-    "attention": "*",
-    "full_attention": "*",
-    "mlp": "-",
-    "moe": "E",
-}
+_LAYERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
 _MAMBA = {
     "mamba_num_heads": "mamba_num_heads",
     "mamba_head_dim": "mamba_head_dim",

@@ -26,7 +26,7 @@ class OlmoHybrid(Qwen35):
 
     def dimensions(self, given: Given) -> HybridModelConfig:
         if given.get("layer_types") is None:  # each fourth, or the last one; `full_attention_interval` is not read
-            layers = given.whole("num_hidden_layers")
+            layers = given.layers()
             full = range(3, layers, 4) or (layers - 1,)
             kinds = ["full_attention" if number in full else "linear_attention" for number in range(layers)]
             given = Given({**given.data, "layer_types": kinds}, given.name)

@@ -133,7 +133,7 @@ class Qwen3Next(Family):
 
 
 def _pattern(given: Given) -> str:
-    layers, experts = given.whole("num_hidden_layers"), given.whole("num_experts", default=_NUM_EXPERTS)
+    layers, experts = given.layers(), given.whole("num_experts", default=_NUM_EXPERTS)
     kinds = given.texts("layer_types")
     if kinds is None:
         every = max(1, given.whole("full_attention_interval", default=4))
