@@ -89,7 +89,7 @@ def _code_slots(
     if not len(slots) or not states.numel():
         return
     tensors, (layers, _, *others, rows, columns) = (states, *parts), states.shape
-    assert all(tensor.stride(-1) == 1 for tensor in tensors)
+    assert all(tensor.stride(2) == math.prod(tensor.shape[3:]) and tensor.stride(-1) == 1 for tensor in tensors)
     strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
     grid = math.prod(others), layers, len(slots)
     _code_slots_kernel[grid](*tensors, state_slots, slots, *strides, KEEP=keep, **tile_of(rows, columns))

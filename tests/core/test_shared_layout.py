@@ -172,7 +172,7 @@ def rings_of(entries: int) -> RingLayout:
 
 
 def agree(
-    stages: Sequence[Stage], memory_bytes: int, max_requests: int, kept: Sequence[float] = (1,) * 4
+    stages: Sequence[Stage], memory_bytes: int, max_requests: int, kept: Sequence[float]
 ) -> list[tuple[PageLayout, bool]]:
     """The layout of each stage, and whether live states are in it: a thread for each. ``kept``: a checkpoint's shares of a state."""
     said: list[Any] = [None] * len(stages)
@@ -208,15 +208,14 @@ def agree(
     return found
 
 
-def check_budgets(
-    stages: Sequence[Stage], memory_bytes: int, max_requests: int, kept: Sequence[float] = (1,) * 4
-) -> float:
+def check_budgets(stages: Sequence[Stage], memory_bytes: int, max_requests: int, kept: Sequence[float] = ()) -> float:
     """Checks that stages agree and keep their budgets. Returns KV blocks, as a share of those beside a state for each request."""
+    kept = kept or [1] * len(stages)
     found = agree(stages, memory_bytes, max_requests, kept)
     counts = {(page.total_blocks, page.page_blocks, page.page_states, live_states) for page, live_states in found}
     assert len(counts) == 1
     left = []
-    for (block_bytes, state_bytes, rings), (page, live_states), share in zip(stages, found, kept, strict=False):
+    for (block_bytes, state_bytes, rings), (page, live_states), share in zip(stages, found, kept, strict=True):
         own = own_bytes(state_bytes, rings, own_slots=1 if live_states else max_requests, requests=max_requests)
         assert page.block_bytes >= block_bytes and page.block_bytes % ALIGNMENT_BYTES == 0
         assert page.padding_bytes >= 0 and page.state_bytes == math.ceil((share if page.page_live else 1) * state_bytes)
@@ -270,11 +269,8 @@ def test_stages_of_models_agree_and_keep_their_kv(name, drafts):
 @example(stages=[(256, 1028, 1), (256, 1026, 0.5)], blocks=40, entries=0, max_requests=1)
 def test_any_stages_agree_and_keep_their_kv(stages, blocks, entries, max_requests):
     """Stages without recurrent layers have no rings. A stage's checkpoints may be smaller than its live states, or not."""
-    *sizes, shares = zip(*stages, strict=True)
-    sizes = [
-        (block * ALIGNMENT_BYTES, state * ALIGNMENT_BYTES, rings_of(entries if state else 0))
-        for block, state in zip(*sizes, strict=True)
-    ]
+    sizes = [(b * ALIGNMENT_BYTES, s * ALIGNMENT_BYTES, rings_of(entries if s else 0)) for b, s, _ in stages]
+    shares = [share for *_, share in stages]
     owns = zip(sizes, every(sizes, max_requests), strict=True)
     kept = check_budgets(sizes, max(own + blocks * block for (block, *_), own in owns), max_requests, shares)
     least = (1 - 0.04) / (1 + 1 / 256) - 1 / blocks  # blocks begin aligned, and whole ones count
@@ -295,10 +291,10 @@ def test_the_least_budget_is_enough(sizes, entries, max_requests):
         max_requests * state_bytes + 2 * page.block_bytes, state_bytes + (page.page_blocks + 2) * page.block_bytes
     )
     least += ceil_div(2 * max_requests * entries * 12, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    ((found, live_states),) = agree([stage], least, max_requests)
+    ((found, live_states),) = agree([stage], least, max_requests, [1])
     assert found.total_blocks == (page.page_blocks + 1 if live_states else 1)
     with pytest.raises(ValueError, match=rf"^x is too small: .* need {least / 2**20:.2f} MiB$"):
-        agree([stage, (1, 0, rings_of(0))], least - 1, max_requests)
+        agree([stage, (1, 0, rings_of(0))], least - 1, max_requests, [1, 1])
 
 
 def test_one_rank_agrees_with_itself(platform):

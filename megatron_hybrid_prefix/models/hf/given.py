@@ -59,10 +59,10 @@ class Given:
     @classmethod
     def of_text(cls, data: Mapping[str, Any], name: str) -> Given:
         """Of a language model: the values of a ``text_config``, and of the outer ones those of `_OUTER` that it lacks."""
-        text, outer = data.get("text_config"), {name: data[name] for name in _OUTER if name in data}
+        text = data.get("text_config")
         if not isinstance(text, dict):
             return cls(data, name)
-        return cls({**text, **{each: value for each, value in outer.items() if text.get(each) is None}}, name)
+        return cls({**text, **{each: data[each] for each in _OUTER if each in data and text.get(each) is None}}, name)
 
     def error(self, text: str) -> ValueError:
         """An error about this file."""
